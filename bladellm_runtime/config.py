@@ -1,0 +1,176 @@
+"""`ServingArgs`: every flag of the engine and its server, with help, range and choices; the one place they are checked.
+
+The command line is generated from these fields (`--` + field name), `LLM(...)` takes the same names, and a recipe's
+YAML keys are the same names again.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bladellm_runtime.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+GIB = 1024**3
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    low: float | None = None,
+    high: float | None = None,
+    names: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field that is also a command-line flag; `low` and `high` are inclusive, `names` are extra spellings."""
+    metadata = {"help": help, "group": group, "low": low, "high": high, "names": names}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """How to load a model and run it; what `LLM(...)` and `blade_llm generate` take."""
+
+    model: str = flag("", "Model folder, Hugging Face hub id, or modelscope:org/name.", group="Model")
+    tokenizer_dir: str | None = flag(None, "Folder of the tokenizer; default: the model's.", group="Model")
+    dtype: Dtype = flag(
+        "auto", "Type of weights and activations; auto: the checkpoint's on CUDA, float32 on a CPU.", group="Model"
+    )
+    device: Device = flag("auto", "Where to run; auto: cuda if there is a GPU.", group="Model")
+    load_format: Literal["auto", "dummy"] = flag(
+        "auto", "auto: safetensors; dummy: random weights of the real shapes, for benchmarks.", group="Model"
+    )
+    max_model_len: int | None = flag(
+        None, "Longest prompt plus answer in tokens; default: the model's.", group="Model", low=8, high=2**24
+    )
+    seed: int = flag(0, "Seed of dummy weights.", group="Model", low=0, high=2**63 - 1)
+    max_running_requests: int = flag(
+        256, "Requests that run at once (slots); more wait in the queue.", group="Engine", low=1, high=4096
+    )
+    ragged_flash_max_batch_tokens: int = flag(
+        2048, "Most tokens in one step, decode rows and prefill chunks together.", group="Engine", low=1, high=2**20
+    )
+    prefill_chunk_tokens: int | None = flag(
+        None, "Most prompt tokens of one request in one step; default: the whole step.", group="Engine", low=1, high=2**20
+    )
+    max_gpu_memory_utilization: float = flag(
+        0.9, "Share of the device's memory to use; what weights leave of it is KV cache.", group="Engine", low=0.05, high=1.0
+    )
+    kv_cache_gib: float | None = flag(
+        None, "KV cache in GiB instead of a share of the memory (on a CPU the default is 4).",
+        group="Engine", low=0.0001, high=100_000,
+    )  # fmt: skip
+    kv_arena: Literal["auto", "memfd", "relocating"] = flag(
+        "auto", "RaggedAttention memory: memfd maps granules (CPU), relocating moves them (any device).", group="Engine"
+    )
+    preempt_strategy: Literal["AUTO", "RECOMPUTE"] = flag(
+        "AUTO", "What happens to the newest request when the KV cache is full; AUTO is RECOMPUTE.", group="Engine"
+    )
+    disable_overlap: bool = flag(
+        False, "Run one step at a time instead of planning the next one while a step runs.", group="Engine"
+    )
+    disable_frontend_multiprocessing: bool = flag(
+        False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "Least level that is logged.", group="Engine")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class ServingArgs(EngineArgs):
+    """`EngineArgs` and the HTTP server's own flags."""
+
+    host: str = flag("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.", group="Server")
+    port: int = flag(8081, "Port to listen on; 0 picks a free one.", group="Server", low=0, high=65535)
+    served_model_name: list[str] = flag([], "Names requests may use; default: the model as given.", group="Server")
+    chat_template: str | None = flag(None, "File with a Jinja chat template; default: the tokenizer's.", group="Server")
+    api_key: list[str] = flag([], "Bearer keys clients must present; prefer --api_key_file.", group="Server")
+    api_key_file: str | None = flag(None, "File with one bearer key a line.", group="Server")
+    max_queue_size: int = flag(
+        1024, "Requests that may wait beyond the running ones; more are answered 429.", group="Server", low=0, high=10**6
+    )
+    max_queue_time: float = flag(
+        600.0, "Seconds a request may wait before it is answered 503.", group="Server", low=0.001, high=10**6
+    )
+    max_connections: int = flag(4096, "Open connections; more are refused.", group="Server", low=1, high=65000)
+    max_body_mib: float = flag(8.0, "Largest request body in MiB; more is answered 413.", group="Server", low=0.001, high=1024)
+    header_timeout: float = flag(
+        10.0, "Seconds a client may take to send its request headers.", group="Server", low=0.1, high=3600
+    )
+    send_timeout: float = flag(
+        60.0, "Seconds a client may leave a stream unread before its request is aborted.", group="Server", low=0.1, high=3600
+    )
+    shutdown_timeout: float = flag(
+        30.0, "Seconds running requests get to finish after SIGTERM.", group="Server", low=0.0, high=3600
+    )
+    engine_timeout: float = flag(
+        60.0, "Seconds without a step or heartbeat before /health reports the engine stuck.", group="Server", low=0.5, high=3600
+    )
+    strict_params: bool = flag(False, "Refuse unknown request fields with 400 instead of ignoring them.", group="Server")
+
+
+def check_fields(args: Any) -> None:
+    """Check every field of a flag dataclass against its type, range and choices.
+
+    Raises `ConfigError` naming the flag, the value and what is allowed.
+    """
+    hints = typing.get_type_hints(type(args))
+    for item in dataclasses.fields(args):
+        value = getattr(args, item.name)
+        kind, optional = unwrap_optional(hints[item.name])
+        if value is None and optional:
+            continue
+        _check_type(item.name, value, kind)
+        low, high = item.metadata["low"], item.metadata["high"]
+        if low is not None and not low <= value <= high:
+            raise ConfigError(f"--{item.name} must be between {low:g} and {high:g}, got {value:g}")
+
+
+def unwrap_optional(hint: Any) -> tuple[Any, bool]:
+    """`T | None` -> (T, True); any other hint -> (hint, False)."""
+    if isinstance(hint, types.UnionType):
+        inner = [option for option in typing.get_args(hint) if option is not type(None)]
+        return inner[0], True
+    return hint, False
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"--{name} must be one of {', '.join(choices)}; got {value!r}")
+    elif typing.get_origin(kind) is list:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"--{name} must be a list of strings, got {value!r}")
+    elif kind is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"--{name} must be a finite number, got {value!r}")
+    elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"--{name} must be of type {kind.__name__}, got {value!r}")
+
+
+def read_api_keys(args: ServingArgs) -> list[str]:
+    """The keys of --api_key and --api_key_file together. Raises `ConfigError` when the file cannot be read or is empty."""
+    keys = list(args.api_key)
+    if args.api_key_file is not None:
+        try:
+            lines = Path(args.api_key_file).read_text().split("\n")
+        except OSError as error:
+            raise ConfigError(f"--api_key_file {args.api_key_file} cannot be read: {error.strerror}") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"--api_key_file {args.api_key_file} holds no key; write one a line")
+        keys += found
+    if any(not key for key in keys):
+        raise ConfigError("--api_key must not be empty")
+    return keys

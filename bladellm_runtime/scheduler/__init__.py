@@ -1,0 +1,1 @@
+"""Which rows run next and which memory they need: pure Python over integers, no torch."""

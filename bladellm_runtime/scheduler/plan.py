@@ -1,0 +1,59 @@
+"""The step plan: all a runner needs to know about one step, as flat lists, and what comes back from it."""
+
+from dataclasses import dataclass, field
+
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.wire.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """A request takes a slot: new, or resumed after a preemption with what it had generated so far.
+
+    `token_ids` is the prompt followed by the generated tokens; the first `prompt_len` are the prompt.
+    """
+
+    slot: int
+    generation: int
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    choice: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step over rows; row i is a slot and some consecutive query tokens of its sequence.
+
+    Row lists have equal length. Rows `[:num_decode]` have one query token, which the runner takes from the device
+    (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose tokens came with a
+    `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length after the step is
+    `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
+
+    Memory: `unmaps` then `maps` are (slot, granules the slot holds afterwards), executed before the forward pass.
+    """
+
+    step: int
+    loads: list[SlotLoad] = field(default_factory=list)
+    unmaps: list[tuple[int, int]] = field(default_factory=list)
+    maps: list[tuple[int, int]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    query_lens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_decode: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, one entry a row of its plan.
+
+    `tokens[i]` is the sampled token, `None` where the row did not sample, -1 where its logits were not finite.
+    `logprobs[i]` is set where the request asked for it; `prompt_logprobs[i]` has one entry for each query token
+    of a prefill chunk whose next token is in the prompt.
+    """
+
+    tokens: list[int | None]
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[list[TokenLogprobs] | None]

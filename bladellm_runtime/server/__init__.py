@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI protocol, streaming, limits, metrics, errors."""

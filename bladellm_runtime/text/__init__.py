@@ -1,0 +1,1 @@
+"""Between text and tokens, in the front end: tokenizer, chat template, incremental detokenizer, stop strings."""

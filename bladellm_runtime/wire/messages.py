@@ -1,0 +1,101 @@
+"""The messages on the wire: msgspec structs in msgpack, one engine message a step carrying all its tokens.
+
+Times are `time.monotonic()` seconds, which the processes of one host share. Every `AddRequest` is answered by
+deltas of which exactly one, the last, has `finish` set.
+"""
+
+import msgspec
+
+from bladellm_runtime.request import FinishReason, SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
+    """One choice of one prompt. `choice` with the seed keys its random numbers; `params.n` is not read here."""
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    choice: int
+    arrival: float
+
+
+class AbortRequests(msgspec.Struct, tag="abort", frozen=True, array_like=True):
+    """End these requests within one step; ids that already ended are ignored."""
+
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, array_like=True):
+    """Finish the step in flight, release everything and exit."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: index 0 is the token itself, the rest are the most likely, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class RequestDelta(msgspec.Struct, array_like=True):
+    """What one step did for one request.
+
+    `finish` set ends the request. `error` is a short code (`invalid_logits`, `context_length_exceeded`, ...) with
+    `finish == ERROR`. `scheduled_at` is set once, on the delta of the first token. `prompt_logprobs` has one entry a
+    prompt token from the second on, and comes once, with the first delta.
+    """
+
+    request_id: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    scheduled_at: float | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """A reading of the engine's state; counters count from the engine's start."""
+
+    time: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    kv_granules_used: int = 0
+    kv_granules: int = 0
+    granule_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class StepOutput(msgspec.Struct, tag="step", array_like=True):
+    """All deltas of a step. An idle engine sends one without deltas as its heartbeat."""
+
+    deltas: list[RequestDelta]
+    stats: EngineStats
+
+
+class EngineReady(msgspec.Struct, tag="ready", frozen=True, array_like=True):
+    """The engine can serve. `memory` (name, bytes) and `phases` (name, seconds) are for the start-up banner."""
+
+    vocab_size: int
+    max_model_len: int
+    kv_tokens: int
+    eos_token_ids: list[int]
+    device: str
+    dtype: str
+    memory: list[tuple[str, int]]
+    phases: list[tuple[str, float]]
+
+
+class EngineFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
+    """The engine could not start, or stopped for good. `message` is one sentence for the user."""
+
+    message: str
+    exit_code: int = 1
+
+
+FrontMessage = AddRequest | AbortRequests | Shutdown
+EngineMessage = StepOutput | EngineReady | EngineFailed

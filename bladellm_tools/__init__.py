@@ -1,0 +1,1 @@
+"""The commands: flags in, calls into the runtime out."""
