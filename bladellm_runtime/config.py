@@ -28,7 +28,7 @@ def flag(
     high: float | None = None,
     names: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is also a command-line flag; `low` and `high` are inclusive, `names` are extra spellings."""
+    """A dataclass field that is also a flag; `low` and `high` are inclusive, `names` are extra spellings."""
     metadata = {"help": help, "group": group, "low": low, "high": high, "names": names}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -59,10 +59,18 @@ class EngineArgs:
         2048, "Most tokens in one step, decode rows and prefill chunks together.", group="Engine", low=1, high=2**20
     )
     prefill_chunk_tokens: int | None = flag(
-        None, "Most prompt tokens of one request in one step; default: the whole step.", group="Engine", low=1, high=2**20
+        None,
+        "Most prompt tokens of one request in one step; default: the whole step.",
+        group="Engine",
+        low=1,
+        high=2**20,
     )
     max_gpu_memory_utilization: float = flag(
-        0.9, "Share of the device's memory to use; what weights leave of it is KV cache.", group="Engine", low=0.05, high=1.0
+        0.9,
+        "Share of the device's memory to use; what weights leave of it is KV cache.",
+        group="Engine",
+        low=0.05,
+        high=1.0,
     )
     kv_cache_gib: float | None = flag(
         None, "KV cache in GiB instead of a share of the memory (on a CPU the default is 4).",
@@ -80,7 +88,9 @@ class EngineArgs:
     disable_frontend_multiprocessing: bool = flag(
         False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
     )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "Least level that is logged.", group="Engine")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag(
+        "INFO", "Least level that is logged.", group="Engine"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,26 +107,42 @@ class ServingArgs(EngineArgs):
     api_key: list[str] = flag([], "Bearer keys clients must present; prefer --api_key_file.", group="Server")
     api_key_file: str | None = flag(None, "File with one bearer key a line.", group="Server")
     max_queue_size: int = flag(
-        1024, "Requests that may wait beyond the running ones; more are answered 429.", group="Server", low=0, high=10**6
+        1024,
+        "Requests that may wait beyond the running ones; more are answered 429.",
+        group="Server",
+        low=0,
+        high=10**6,
     )
     max_queue_time: float = flag(
         600.0, "Seconds a request may wait before it is answered 503.", group="Server", low=0.001, high=10**6
     )
     max_connections: int = flag(4096, "Open connections; more are refused.", group="Server", low=1, high=65000)
-    max_body_mib: float = flag(8.0, "Largest request body in MiB; more is answered 413.", group="Server", low=0.001, high=1024)
+    max_body_mib: float = flag(
+        8.0, "Largest request body in MiB; more is answered 413.", group="Server", low=0.001, high=1024
+    )
     header_timeout: float = flag(
         10.0, "Seconds a client may take to send its request headers.", group="Server", low=0.1, high=3600
     )
     send_timeout: float = flag(
-        60.0, "Seconds a client may leave a stream unread before its request is aborted.", group="Server", low=0.1, high=3600
+        60.0,
+        "Seconds a client may leave a stream unread before its request is aborted.",
+        group="Server",
+        low=0.1,
+        high=3600,
     )
     shutdown_timeout: float = flag(
         30.0, "Seconds running requests get to finish after SIGTERM.", group="Server", low=0.0, high=3600
     )
     engine_timeout: float = flag(
-        60.0, "Seconds without a step or heartbeat before /health reports the engine stuck.", group="Server", low=0.5, high=3600
+        60.0,
+        "Seconds without a step or heartbeat before /health reports the engine stuck.",
+        group="Server",
+        low=0.5,
+        high=3600,
     )
-    strict_params: bool = flag(False, "Refuse unknown request fields with 400 instead of ignoring them.", group="Server")
+    strict_params: bool = flag(
+        False, "Refuse unknown request fields with 400 instead of ignoring them.", group="Server"
+    )
 
 
 def check_fields(args: Any) -> None:
@@ -160,7 +186,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def read_api_keys(args: ServingArgs) -> list[str]:
-    """The keys of --api_key and --api_key_file together. Raises `ConfigError` when the file cannot be read or is empty."""
+    """The keys of --api_key and --api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
     keys = list(args.api_key)
     if args.api_key_file is not None:
         try:

@@ -63,7 +63,9 @@ class SamplingParams:
             # 0 is useful with echo: score the prompt, generate nothing. The server refuses it elsewhere.
             _check_int("max_tokens", self.max_tokens, 0, 2**31)
             if self.min_tokens > self.max_tokens:
-                raise ParameterError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
+                raise ParameterError(
+                    f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens"
+                )
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)

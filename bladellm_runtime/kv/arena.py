@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,9 @@ class KvArena(ABC):
     Every layer is seen as one tensor of *rows* (`layer_kv`), a row being one token's K and V; a slot's token at
     position p is row `base_row(slot) + p`. Only rows inside a slot's mapped granules may be touched.
     """
+
+    relocates: ClassVar[bool] = False
+    """Whether held granules are in the way of others; idle slots should then keep none (`KvAccounting.retain`)."""
 
     def __init__(self, spec: KvSpec, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec

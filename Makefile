@@ -1,0 +1,55 @@
+# `make demo` and `make test` set everything up by themselves. To use an environment you already have instead of .venv,
+# name its Python and no venv:  make test-gpu PYTHON=python3 VENV=
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+STAMP :=
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
+else
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+endif
+
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+SOURCES := bladellm_tools bladellm_runtime kernels recipes tests
+
+.PHONY: help setup demo test test-all test-gpu bench-gpu lint fmt
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## create .venv and install the tested versions
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## serve the small model of the repository, ask it, print TTFT, TBT and tokens a second
+	$(RUN) recipes/demo.py
+
+test: setup  ## the tests, expensive ones sampled
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: setup  ## all tests that need no GPU
+	$(PYTEST) -n $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: setup  ## tests of the GPU, then the others on it
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device cuda $(PYTEST_ARGS)
+
+bench-gpu: setup  ## offline throughput on the GPU
+	$(RUN) recipes/offline_throughput.py --device cuda
+
+lint: setup  ## style and types
+	$(RUN) -m ruff check $(SOURCES)
+	$(RUN) -m ruff format --check $(SOURCES)
+	$(RUN) -m mypy
+
+fmt: setup  ## format the code
+	$(RUN) -m ruff check --fix $(SOURCES)
+	$(RUN) -m ruff format $(SOURCES)

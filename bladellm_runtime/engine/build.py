@@ -1,0 +1,131 @@
+"""From arguments to a running engine: model, memory, scheduler, runner; with the time and the bytes of each part."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.engine.device import pick_device, pick_dtype
+from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
+from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.factory import make_arena
+from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.models.config import ModelSpec, read_model_spec
+from bladellm_runtime.models.decoder import Decoder
+from bladellm_runtime.models.hub import resolve_model
+from bladellm_runtime.models.loading import load_model
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.scheduler import Scheduler
+from bladellm_runtime.wire.messages import EngineReady
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds per phase of the start, in order, for the start-up banner."""
+
+    phases: list[tuple[str, float]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.phases.append((name, time.monotonic() - started))
+
+
+@dataclass(slots=True)
+class Engine:
+    """A built engine and what it announces of itself."""
+
+    core: EngineCore
+    ready: EngineReady
+    folder: Path
+
+
+def build_engine(args: EngineArgs) -> Engine:
+    """Load the model and make an engine of it. Raises `UserError` for anything the user can mend."""
+    times, table = PhaseTimes(), MemoryTable()
+    with times.phase("find model"):
+        folder = resolve_model(args.model)
+        spec = read_model_spec(folder)
+        device = pick_device(args.device)
+        dtype = pick_dtype(args.dtype, spec.dtype, device)
+        max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
+    with times.phase("load weights"):
+        model = load_model(folder, spec, device=device, dtype=dtype, load_format=args.load_format, seed=args.seed)
+    table.add("weights", model.weight_bytes)
+    with times.phase("allocate memory"):
+        sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
+        table.add("sampling state", sampling.bytes)
+        kv_spec, arena = allocate_kv(args, spec, dtype, device, max_model_len, table)
+    runner = ModelRunner(model, arena, sampling, kv_spec.num_slots)
+    limits = scheduler_limits(args, spec, max_model_len)
+    core = EngineCore(Scheduler(limits, KvAccounting(kv_spec)), runner, overlap=not args.disable_overlap)
+    with times.phase("warm up"):
+        warm_up(core, limits)
+    return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times), folder)
+
+
+def model_length(asked: int | None, positions: int) -> int:
+    """The longest sequence to serve. Raises `ConfigError` above what the model was made for."""
+    if asked is not None and asked > positions:
+        raise ConfigError(f"--max_model_len {asked} is above the model's max_position_embeddings of {positions}")
+    return positions if asked is None else asked
+
+
+def allocate_kv(
+    args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int, table: MemoryTable
+) -> tuple[KvSpec, KvArena]:
+    """Decide the size of the KV cache and create its arena."""
+    budget = kv_budget(args, spec, dtype, device, table)
+    kv_spec = make_kv_spec(args, spec, dtype, device, max_model_len, budget)
+    arena = make_arena(args.kv_arena, kv_spec, spec.kv_heads, spec.head_dim, dtype, device)
+    table.add("KV cache", kv_spec.num_granules * kv_spec.granule_bytes)
+    return kv_spec, arena
+
+
+def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:
+    """The scheduler's view of the flags."""
+    return SchedulerLimits(
+        max_batch_tokens=args.ragged_flash_max_batch_tokens,
+        prefill_chunk_tokens=args.prefill_chunk_tokens or args.ragged_flash_max_batch_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        vocab_size=spec.vocab_size,
+    )
+
+
+def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
+    """Run one short request, so that the first user does not pay for first-call initialisation."""
+    from bladellm_runtime.request import SamplingParams
+    from bladellm_runtime.wire.messages import AddRequest
+
+    length = min(16, limits.max_model_len - 4)
+    params = SamplingParams(max_tokens=3, seed=0, ignore_eos=True)
+    core.add(AddRequest(request_id=-1, prompt=[0] * length, params=params, choice=0, arrival=0.0))
+    while not core.idle:
+        core.step(time.monotonic())
+
+
+def announce(
+    spec: ModelSpec, kv_spec: KvSpec, model: Decoder, max_model_len: int, table: MemoryTable, times: PhaseTimes
+) -> EngineReady:
+    """What the front end needs to know of the engine."""
+    return EngineReady(
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        kv_tokens=kv_spec.num_granules * kv_spec.granule_tokens,
+        eos_token_ids=list(spec.eos_token_ids),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        memory=table.rows,
+        phases=times.phases,
+    )

@@ -1,0 +1,77 @@
+"""`EngineCore`: scheduler and runner joined into steps, up to two of them in flight. No wire, no process."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.scheduler import Scheduler
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+
+OVERLAP_DEPTH = 2
+
+
+class Runner(Protocol):
+    """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result."""
+
+    def launch(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, launched: Any) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class EngineCore:
+    """Plans, launches and completes steps.
+
+    With `overlap` the next step is planned and launched before the result of the one in flight is known: its decode
+    rows read their token on the device. Without, one step runs at a time; both give the same tokens.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._depth = OVERLAP_DEPTH if overlap else 1
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self.blocked = False
+        """True when the last `step` found requests waiting, nothing to plan and nothing in flight."""
+
+    @property
+    def idle(self) -> bool:
+        """True when no request is queued or running and no step is in flight."""
+        return not self._in_flight and not self._scheduler.has_work
+
+    def add(self, request: AddRequest) -> list[RequestDelta]:
+        """Queue a request; a request that can never run is answered at once."""
+        refusal = self._scheduler.add(request)
+        return [] if refusal is None else [refusal]
+
+    def abort(self, request_ids: Sequence[int]) -> list[RequestDelta]:
+        """End requests now; returns their terminal deltas."""
+        return self._scheduler.abort(request_ids)
+
+    def step(self, now: float) -> list[RequestDelta]:
+        """Launch the next step if there is one, then complete the oldest in flight if it is due."""
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._in_flight.append((plan, self._runner.launch(plan)))
+        self.blocked = not self._in_flight and self._scheduler.has_work
+        if self._in_flight and (plan is None or len(self._in_flight) == self._depth):
+            return self._complete_oldest(now)
+        return []
+
+    def _complete_oldest(self, now: float) -> list[RequestDelta]:
+        plan, launched = self._in_flight.popleft()
+        result = self._runner.collect(launched)
+        return self._scheduler.complete(plan, result, now)
+
+    def stats(self, now: float) -> EngineStats:
+        """A reading of the scheduler's and the memory's state."""
+        return self._scheduler.stats(now)
+
+    def close(self) -> None:
+        """Wait for the steps in flight, then release the runner's memory."""
+        while self._in_flight:
+            _, launched = self._in_flight.popleft()
+            self._runner.collect(launched)
+        self._runner.close()

@@ -1,0 +1,30 @@
+"""Which device and which type to compute in."""
+
+import torch
+
+from bladellm_runtime.config import Device, Dtype
+from bladellm_runtime.errors import ConfigError
+
+DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def pick_device(name: Device) -> torch.device:
+    """`auto` is cuda where a GPU can be used. Raises `ConfigError` when cuda is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a CUDA device and a CUDA build of torch; use --device cpu")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def pick_dtype(name: Dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's type on a GPU. On a CPU it is float32: faster there for small models, and exact."""
+    if name != "auto":
+        return DTYPES[name]
+    return checkpoint if device.type == "cuda" else torch.float32

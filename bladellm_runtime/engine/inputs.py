@@ -1,0 +1,125 @@
+"""From a step plan to the tensors of a forward pass: flat arrays on the CPU, one upload, no synchronisation."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bladellm_runtime.engine.upload import upload
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+
+IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(slots=True)
+class SlotTokens:
+    """The known tokens of the sequence in a slot: what its prefill chunks read."""
+
+    ids: IntArray
+    prompt_len: int
+    prompt_logprobs: int | None
+
+    @classmethod
+    def of(cls, load: SlotLoad) -> "SlotTokens":
+        return cls(np.asarray(load.token_ids, dtype=np.int64), load.prompt_len, load.params.prompt_logprobs)
+
+
+@dataclass(slots=True)
+class PromptScore:
+    """A prefill chunk whose tokens are to be scored.
+
+    row: its plan row. first: its first token in the flat batch. targets: the ids that follow its first tokens, `wanted`
+    the same on the device. top: how many most likely tokens are asked for.
+    """
+
+    row: int
+    first: int
+    targets: IntArray
+    top: int
+    wanted: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """A forward batch, the slots whose rows sample (in plan order), and the prompt positions to score.
+
+    `pinned` is host memory that the upload may still read.
+    """
+
+    batch: ForwardBatch
+    sampling_rows: list[int]
+    sampling_slots: torch.Tensor
+    scores: list[PromptScore]
+    pinned: torch.Tensor | None
+
+
+def build_inputs(
+    plan: StepPlan, tokens: list[SlotTokens | None], last_token: torch.Tensor, arena: KvArena
+) -> StepInputs:
+    """Flatten a plan. `tokens` is indexed by slot; `last_token` is the device array decode rows read their id from."""
+    base_rows = np.array([arena.base_row(slot) for slot in plan.slots], dtype=np.int64)
+    starts = np.array(plan.starts, dtype=np.int64)
+    query_lens = np.array(plan.query_lens, dtype=np.int64)
+    ends = np.cumsum(query_lens)
+    positions = np.arange(int(ends[-1]), dtype=np.int64) + np.repeat(starts - (ends - query_lens), query_lens)
+    kv_rows = positions + np.repeat(base_rows, query_lens)
+    count = plan.num_decode
+    prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
+    sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
+    sections = [
+        np.array(plan.slots[:count], dtype=np.int64),
+        prompt_ids,
+        positions,
+        kv_rows,
+        base_rows[:count],
+        starts[:count] + 1,
+        _logit_tokens(ends, sampling_rows, scores),
+        np.array([plan.slots[row] for row in sampling_rows], dtype=np.int64),
+    ]
+    sections += [score.targets for score in scores]
+    sent, pinned = upload(sections, last_token.device)
+    decode_slots, prompts, *rest = sent[:7]
+    for score, targets in zip(scores, sent[8:], strict=True):
+        score.wanted = targets
+    batch = ForwardBatch(
+        input_ids=torch.cat([last_token[decode_slots], prompts]),
+        positions=rest[0],
+        kv_rows=rest[1],
+        num_decode=count,
+        decode_base_rows=rest[2],
+        decode_kv_lens=rest[3],
+        max_decode_kv_len=int(starts[:count].max()) + 1 if count else 0,
+        prefills=prefills,
+        logit_tokens=rest[4],
+        kv=arena,
+    )
+    return StepInputs(batch, sampling_rows, sent[7], scores, pinned)
+
+
+def _prefill_rows(
+    plan: StepPlan, tokens: list[SlotTokens | None], ends: IntArray, base_rows: IntArray
+) -> tuple[IntArray, list[PrefillRow], list[PromptScore]]:
+    chunks: list[IntArray] = []
+    prefills: list[PrefillRow] = []
+    scores: list[PromptScore] = []
+    for row in range(plan.num_decode, len(plan.slots)):
+        known = tokens[plan.slots[row]]
+        if known is None:
+            raise RuntimeError(f"step {plan.step} prefills slot {plan.slots[row]}, which was never loaded")
+        start, count = plan.starts[row], plan.query_lens[row]
+        first = int(ends[row]) - count
+        chunks.append(known.ids[start : start + count])
+        prefills.append(PrefillRow(first, count, start, int(base_rows[row])))
+        targets = known.ids[start + 1 : min(start + count + 1, known.prompt_len)]
+        if known.prompt_logprobs is not None and len(targets):
+            scores.append(PromptScore(row, first, targets, known.prompt_logprobs))
+    return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64), prefills, scores
+
+
+def _logit_tokens(ends: IntArray, sampling_rows: list[int], scores: list[PromptScore]) -> IntArray:
+    """The last token of each sampling row first, then the tokens of scored prompts."""
+    parts = [ends[sampling_rows] - 1]
+    parts += [np.arange(score.first, score.first + len(score.targets), dtype=np.int64) for score in scores]
+    return np.concatenate(parts)

@@ -1,0 +1,75 @@
+"""How much memory the KV cache gets: by calculation from what is free, never by a trial run."""
+
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.kv.factory import arena_kind, page_bytes
+from bladellm_runtime.kv.sizing import kv_groups, plan_spec
+from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.models.config import ModelSpec
+
+CPU_KV_GIB = 4.0
+CPU_KV_SHARE = 0.5
+"""On a CPU the default KV cache is `CPU_KV_GIB`, but never more than this share of the memory that is free."""
+LAYERS_PER_GROUP = 4
+"""Layers interleaved in one granule: on an H200, 4 to 8 cost 1-2 % of the read bandwidth, all of them 5-6 %."""
+GRANULE_TOKENS = 16
+
+
+@dataclass(slots=True)
+class MemoryTable:
+    """Terms of the device's memory, (name, bytes), for the start-up banner."""
+
+    rows: list[tuple[str, int]] = field(default_factory=list)
+
+    def add(self, name: str, size: int) -> None:
+        self.rows.append((name, size))
+
+
+def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """An upper bound of a step's activations: residual, QKV, MLP and attention scratch of its tokens, and logits."""
+    tokens = args.ragged_flash_max_batch_tokens
+    width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
+    activations = tokens * width * max(dtype.itemsize, 2)
+    logits = 3 * min(tokens, args.max_running_requests) * spec.vocab_size * 4
+    attention = 1 * GIB
+    return activations + logits + attention
+
+
+def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, table: MemoryTable) -> int:
+    """Bytes for the KV cache. Raises `ConfigError` when nothing is left for it."""
+    if args.kv_cache_gib is not None:
+        return int(args.kv_cache_gib * GIB)
+    if device.type == "cpu":
+        return int(min(CPU_KV_GIB * GIB, psutil.virtual_memory().available * CPU_KV_SHARE))
+    free, total = torch.cuda.mem_get_info(device)
+    workspace = workspace_bytes(args, spec, dtype)
+    table.add("workspace", workspace)
+    budget = int(total * args.max_gpu_memory_utilization) - (total - free) - workspace
+    if budget <= 0:
+        raise ConfigError(
+            f"no memory is left for the KV cache: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use and "
+            f"steps need {workspace / GIB:.1f}; raise --max_gpu_memory_utilization or lower "
+            "--ragged_flash_max_batch_tokens"
+        )
+    return budget
+
+
+def make_kv_spec(
+    args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int, budget: int
+) -> KvSpec:
+    """Carve the budget into granules."""
+    layer_token_bytes = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
+    groups = kv_groups(spec.layers, layer_token_bytes, LAYERS_PER_GROUP)
+    return plan_spec(
+        groups,
+        budget_bytes=budget,
+        num_slots=args.max_running_requests,
+        max_model_len=max_model_len,
+        granule_tokens_hint=GRANULE_TOKENS,
+        page_bytes=page_bytes(arena_kind(args.kv_arena, device)),
+    )

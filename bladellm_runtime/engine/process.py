@@ -1,0 +1,108 @@
+"""The engine process: reads its arguments from standard input, serves until told to stop or the front end is gone.
+
+Run by the front end as `python -m bladellm_runtime.engine.process`. The first line of standard input is JSON,
+`{"address": ..., "args": {...}}`; the rest never comes: end of file means that the front end has died.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+
+import msgspec
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.loop import EngineLoop
+from bladellm_runtime.errors import UserError
+from bladellm_runtime.wire.messages import EngineFailed
+from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
+
+ORPHAN_GRACE_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Launch(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line of standard input."""
+
+    address: str
+    args: EngineArgs
+
+
+def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" = None) -> int:
+    """Build the engine, announce it, and serve until the end; returns the exit code.
+
+    A failure is told to the front end as `EngineFailed` and never raised: the process must end in order.
+    """
+    # Imported here so that a front end learns quickly of a bad address, before torch loads.
+    from bladellm_runtime.engine.build import build_engine
+
+    try:
+        engine = build_engine(args)
+        port.send(engine.ready)
+        loop = EngineLoop(engine.core, port)
+        if on_loop is not None:
+            on_loop.set(loop)
+        # Everything made so far lives for ever: keep the collector from walking it in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        loop.run()
+    except FrontEndGone:
+        return 1
+    except UserError as error:
+        port.send(EngineFailed(str(error), error.exit_code))
+        return error.exit_code
+    except Exception as error:
+        logger.exception("the engine stopped")
+        port.send(EngineFailed(f"the engine stopped: {type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+class LoopHolder:
+    """Stops the loop when the front end is gone, also when it goes before the loop exists."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: EngineLoop | None = None
+        self._gone = False
+
+    def set(self, loop: EngineLoop) -> None:
+        """Hand over the loop once it exists."""
+        with self._lock:
+            self._loop = loop
+            if self._gone:
+                loop.stop()
+
+    def watch_stdin(self) -> None:
+        """Block until standard input ends, then stop the loop, and after a grace the process."""
+        while sys.stdin.buffer.read(4096):
+            pass
+        with self._lock:
+            self._gone = True
+            if self._loop is not None:
+                self._loop.stop()
+        threading.Event().wait(ORPHAN_GRACE_SECONDS)
+        # A step that hangs must not leave an orphan holding the GPU.
+        os._exit(1)
+
+
+def main() -> int:
+    """Entry point of the process; returns its exit code."""
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    logging.basicConfig(level=launch.args.log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    holder = LoopHolder()
+    threading.Thread(target=holder.watch_stdin, name="front-end-watch", daemon=True).start()
+    port = EnginePort(launch.address)
+    try:
+        return run_engine(port, launch.args, holder)
+    finally:
+        port.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    # Not sys.exit: the watch thread blocks in a read that interpreter shutdown would wait for.
+    os._exit(code)

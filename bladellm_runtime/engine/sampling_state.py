@@ -1,0 +1,199 @@
+"""What sampling remembers of each slot: parameters, random stream, and the tokens seen so far."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from bladellm_kernels.gumbel import stream_key
+from bladellm_kernels.penalties import COUNT_DTYPE, MAX_COUNT
+from bladellm_kernels.sampling import CANDIDATES
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bladellm_runtime.engine.upload import upload
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.plan import SlotLoad
+
+RANDOM, TOP_K, SORTED, TOP_P, MIN_P, PENALISED, BIASED, LOGPROBS = (1 << bit for bit in range(8))
+"""What a slot's rows need. SORTED: a filter for which the candidates of `Filters.width` may not be enough."""
+
+TEMPERATURE, TOP_P_COLUMN, MIN_P_COLUMN, REPETITION, PRESENCE, FREQUENCY = range(6)
+"""Columns of `SamplingState.floats`."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBias:
+    """Values added to single logits: `always`, and the other while fewer than `min_tokens` tokens were generated,
+    when the tokens that could end the request have -inf."""
+
+    always: tuple[Ints, NDArray[np.float32]]
+    before_min_tokens: tuple[Ints, NDArray[np.float32]]
+
+
+class SamplingState:
+    """Sampling parameters and token statistics, indexed by slot.
+
+    On the device: `floats` [slots, 6], `streams` int32 [slots, 2] (the key of the request's random numbers), `top_ks`
+    int32 [slots], and for penalised slots `seen` bool and `counts` int16 [slots, vocabulary] (see
+    `bladellm_kernels.penalties`). On the CPU, for planning: `flags`, `prompt_lens`, `min_tokens`, `top_logprobs`,
+    `widths` (top-k where it is served from candidates), `biases`.
+
+    A request without a seed gets one from the system's entropy. Ids outside the vocabulary are left out.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.vocab_size = vocab_size
+        self.device = device
+        self.floats = torch.ones(num_slots, 6, dtype=torch.float32, device=device)
+        self.streams = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
+        self.top_ks = torch.full((num_slots,), vocab_size, dtype=torch.int32, device=device)
+        self.flags = np.zeros(num_slots, dtype=np.uint8)
+        self.prompt_lens = np.zeros(num_slots, dtype=np.int64)
+        self.min_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.top_logprobs = np.zeros(num_slots, dtype=np.int64)
+        self.widths = np.zeros(num_slots, dtype=np.int64)
+        self.biases: dict[int, SparseBias] = {}
+        self._eos = tuple(eos_token_ids)
+        self._pending: dict[int, SlotLoad] = {}
+        self._entropy = random.SystemRandom()
+        # A CPU pays for memory when it is touched, a CUDA device when it is allocated: there at the start, in view of
+        # the memory table, rather than in the middle of serving.
+        self._statistics = self._allocate_statistics() if device.type == "cuda" else None
+
+    @property
+    def bytes(self) -> int:
+        """Device memory held."""
+        held = [self.floats, self.streams, self.top_ks, *(self._statistics or ())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """`seen` and `counts`."""
+        if self._statistics is None:
+            self._statistics = self._allocate_statistics()
+        return self._statistics
+
+    def load(self, load: SlotLoad) -> None:
+        """A request takes a slot, new or resumed. The device is written by the next `flush`."""
+        slot, params = load.slot, load.params
+        self._pending[slot] = load
+        self.prompt_lens[slot] = load.prompt_len
+        self.min_tokens[slot] = params.min_tokens
+        self.top_logprobs[slot] = 0 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        top_k = self._top_k(params)
+        self.widths[slot] = top_k if top_k <= CANDIDATES and top_k < self.vocab_size else 0
+        self.biases.pop(slot, None)
+        if params.logit_bias or params.min_tokens:
+            self.biases[slot] = self._sparse_bias(params)
+        self.flags[slot] = self._flags(slot, params)
+
+    def flush(self) -> list[Tensor]:
+        """Write the loads since the last call to the device, in one copy on the current stream, without waiting.
+
+        Returns the host memory that the copy may still read.
+        """
+        if not self._pending:
+            return []
+        loads = list(self._pending.values())
+        self._pending = {}
+        penalised = [load for load in loads if load.params.penalised]
+        arrays = [
+            np.array([load.slot for load in loads], dtype=np.int64),
+            np.array([_floats(load.params) for load in loads], dtype=np.float32),
+            np.array([self._stream(load) for load in loads], dtype=np.int32),
+            np.array([self._top_k(load.params) for load in loads], dtype=np.int32),
+            *(self._histories(penalised) if penalised else ()),
+        ]
+        (slots, floats, streams, top_ks, *histories), pinned = upload(arrays, self.device)
+        self.floats.index_copy_(0, slots, floats)
+        self.streams.index_copy_(0, slots, streams)
+        self.top_ks.index_copy_(0, slots, top_ks)
+        if histories:
+            self._write_histories(*histories)
+        return [] if pinned is None else [pinned]
+
+    def _allocate_statistics(self) -> tuple[Tensor, Tensor]:
+        shape = (self.num_slots, self.vocab_size)
+        if self.device.type == "cpu":
+            # numpy's zeros are the system's untouched pages: only slots that are penalised take memory.
+            return torch.from_numpy(np.zeros(shape, dtype=np.bool_)), torch.from_numpy(np.zeros(shape, dtype=np.int16))
+        seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return seen, torch.zeros(shape, dtype=COUNT_DTYPE, device=self.device)
+
+    def _top_k(self, params: SamplingParams) -> int:
+        return min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
+
+    def _flags(self, slot: int, params: SamplingParams) -> int:
+        flags = PENALISED if params.penalised else 0
+        flags |= BIASED if slot in self.biases else 0
+        flags |= LOGPROBS if params.logprobs is not None else 0
+        if params.greedy:
+            return flags
+        flags |= RANDOM | (TOP_P if params.top_p < 1 else 0) | (MIN_P if params.min_p > 0 else 0)
+        flags |= TOP_K if self._top_k(params) < self.vocab_size else 0
+        return flags | (SORTED if flags & (TOP_K | TOP_P) and not self.widths[slot] else 0)
+
+    def _stream(self, load: SlotLoad) -> tuple[int, int]:
+        seed = self._entropy.getrandbits(63) if load.params.seed is None else load.params.seed
+        return stream_key(seed, load.choice)
+
+    def _sparse_bias(self, params: SamplingParams) -> SparseBias:
+        biases = {token: bias for token, bias in params.logit_bias.items() if token < self.vocab_size}
+        always = _sparse(biases)
+        if not params.min_tokens:
+            return SparseBias(always, always)
+        ends = [token for token in (*self._eos, *params.stop_token_ids) if token < self.vocab_size]
+        return SparseBias(always, _sparse(biases | dict.fromkeys(ends, -np.inf)))
+
+    def _histories(self, loads: list[SlotLoad]) -> list[NDArray[np.int64] | NDArray[np.int16]]:
+        """For each slot to clear: its number; then (slot, token) of all tokens seen; then (slot, token, count) of the
+        output. The counting is done here because equal indices would make the order of device writes matter."""
+        seen_slots, seen_tokens, out_slots, out_tokens, out_counts = [], [], [], [], []
+        for load in loads:
+            tokens = np.array(load.token_ids, dtype=np.int64)
+            tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, -1)
+            known = np.unique(tokens[tokens >= 0])
+            output = tokens[load.prompt_len :]
+            output, counts = np.unique(output[output >= 0], return_counts=True)
+            seen_slots.append(np.full(len(known), load.slot))
+            seen_tokens.append(known)
+            out_slots.append(np.full(len(output), load.slot))
+            out_tokens.append(output)
+            out_counts.append(np.minimum(counts, MAX_COUNT).astype(np.int16))
+        slots = np.array([load.slot for load in loads], dtype=np.int64)
+        return [slots, *map(np.concatenate, (seen_slots, seen_tokens, out_slots, out_tokens, out_counts))]
+
+    def _write_histories(
+        self,
+        slots: Tensor,
+        seen_slots: Tensor,
+        seen_tokens: Tensor,
+        out_slots: Tensor,
+        out_tokens: Tensor,
+        out_counts: Tensor,
+    ) -> None:
+        seen, counts = self.statistics
+        seen.index_fill_(0, slots, 0)
+        counts.index_fill_(0, slots, 0)
+        seen.index_put_((seen_slots, seen_tokens), torch.ones_like(seen_slots, dtype=torch.bool))
+        counts.index_put_((out_slots, out_tokens), out_counts)
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+
+
+def _sparse(biases: dict[int, float]) -> tuple[Ints, NDArray[np.float32]]:
+    return np.array(list(biases), dtype=np.int64), np.array(list(biases.values()), dtype=np.float32)

@@ -1,0 +1,87 @@
+"""Self-attention over RaggedAttention memory: project, turn, store, attend, project."""
+
+from dataclasses import dataclass
+
+import torch
+from bladellm_kernels.kv_write import kv_write
+from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
+from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
+from bladellm_kernels.rotary import rotary
+
+from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.linear import Linear
+from bladellm_runtime.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of one layer's attention, and the newest tokens it sees (`window`; all when None)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return float(self.head_dim**-0.5)
+
+
+class Attention:
+    """Grouped-query attention of layer `layer`.
+
+    `qkv` gives the query heads, then the key heads, then the value heads. `q_norm` and `k_norm`, where a family has
+    them, normalise each head before the rotation.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        shape: AttentionShape,
+        qkv: Linear,
+        output: Linear,
+        q_norm: RmsNorm | None = None,
+        k_norm: RmsNorm | None = None,
+    ) -> None:
+        self.layer = layer
+        self.shape = shape
+        self.qkv = qkv
+        self.output = output
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden], writing K and V to the arena; cos, sin: tables of the step's positions."""
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        turned = rotary(self._normalise(qkv[:, : heads + kv_heads]), cos, sin)
+        q, k = turned[:, :heads], turned[:, heads:]
+        kv_layer = batch.kv.layer_kv(self.layer)
+        kv_write(kv_layer, batch.kv_rows, k, qkv[:, heads + kv_heads :])
+        return self.output(self._attend(q, kv_layer, batch).view(x.shape[0], -1))
+
+    def _normalise(self, qk: torch.Tensor) -> torch.Tensor:
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        heads = self.shape.heads
+        return torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
+
+    def _attend(self, q: torch.Tensor, kv_layer: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        count = batch.num_decode
+        if count:
+            ragged_decode_attention(
+                q[:count],
+                kv_layer,
+                batch.decode_base_rows,
+                batch.decode_kv_lens,
+                batch.max_decode_kv_len,
+                self.shape.scale,
+                self.shape.window,
+                out=out[:count],
+            )
+        if batch.prefills:
+            ragged_prefill_attention(q, kv_layer, batch.prefills, self.shape.scale, self.shape.window, out=out)
+        return out

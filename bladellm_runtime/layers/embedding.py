@@ -1,0 +1,15 @@
+"""Token embedding."""
+
+import torch
+import torch.nn.functional as F
+
+
+class Embedding:
+    """Looks token ids up; weight [vocab, hidden]."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 [T], each in [0, vocab) -> [T, hidden]."""
+        return F.embedding(input_ids, self.weight)

@@ -1,0 +1,134 @@
+"""`LLM`: the engine as a Python object, for files of prompts, notebooks and tests. No server, no second process."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.build import build_engine
+from bladellm_runtime.errors import ParameterError, UserError
+from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.text.stream import TextDelta, TextStream
+from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Completion:
+    """One choice: its text, token ids (the end-of-text token included) and why it ended."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class GenerateOutput:
+    """The `n` choices of one prompt."""
+
+    prompt: str | list[int]
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class _Choice:
+    stream: TextStream
+    output: GenerateOutput
+    completion: Completion
+
+
+class LLM:
+    """An engine in this process. `options` are the fields of `EngineArgs`, as the command line spells them.
+
+    Use it as a context manager, or call `close()`, to give the memory back.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.args = EngineArgs(model=model, **options)
+        self._engine = build_engine(self.args)
+        self.ready = self._engine.ready
+        folder = Path(self.args.tokenizer_dir) if self.args.tokenizer_dir else self._engine.folder
+        self.tokenizer = Tokenizer.load(folder)
+        self._next_id = 0
+
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerateOutput]:
+        """Complete every prompt (text or token ids); one `SamplingParams` for all, or one each.
+
+        Without a seed each request draws one. Raises `ParameterError` when a prompt cannot be run at all.
+        """
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ParameterError(f"{len(prompts)} prompts need as many SamplingParams, got {len(each)}")
+        choices: dict[int, _Choice] = {}
+        outputs = [self._add(prompt, one, choices) for prompt, one in zip(prompts, each, strict=True)]
+        while choices:
+            self._dispatch(self._engine.core.step(time.monotonic()), choices)
+        return outputs
+
+    def _add(self, prompt: str | list[int], params: SamplingParams, choices: dict[int, _Choice]) -> GenerateOutput:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        output = GenerateOutput(prompt, ids, [])
+        seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+        for index in range(params.n):
+            self._next_id += 1
+            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic())
+            completion = Completion(logprobs=None if params.logprobs is None else [])
+            output.outputs.append(completion)
+            choices[self._next_id] = _Choice(TextStream(self.tokenizer, request), output, completion)
+            self._dispatch(self._engine.core.add(request), choices)
+        return output
+
+    def _dispatch(self, deltas: list[RequestDelta], choices: dict[int, _Choice]) -> None:
+        for delta in deltas:
+            choice = choices.get(delta.request_id)
+            if choice is None:
+                continue
+            if delta.prompt_logprobs is not None:
+                choice.output.prompt_logprobs = delta.prompt_logprobs
+            text = choice.stream.feed(delta)
+            _extend(choice.completion, text)
+            if text.finish is not None:
+                del choices[delta.request_id]
+                if choice.stream.stopped_early:
+                    self._engine.core.abort([delta.request_id])
+
+    def stats(self) -> EngineStats:
+        """A reading of the engine's counters."""
+        return self._engine.core.stats(time.monotonic())
+
+    def close(self) -> None:
+        """Give the memory back; the object cannot be used afterwards."""
+        self._engine.core.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _extend(completion: Completion, delta: TextDelta) -> None:
+    completion.text += delta.text
+    completion.token_ids += delta.tokens
+    if delta.logprobs is not None and completion.logprobs is not None:
+        completion.logprobs += delta.logprobs
+    if delta.finish is not None:
+        completion.finish_reason = delta.finish
+        completion.stop_reason = delta.stop_reason
+        completion.error = delta.error
+
+
+__all__ = ["LLM", "Completion", "GenerateOutput", "SamplingParams", "UserError"]

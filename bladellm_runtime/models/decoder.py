@@ -1,0 +1,83 @@
+"""The one decoder class: a pre-norm transformer with grouped-query attention and a gated MLP, as its spec describes."""
+
+import torch
+import torch.nn.functional as F
+
+from bladellm_runtime.layers.attention import Attention, AttentionShape
+from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.embedding import Embedding
+from bladellm_runtime.layers.linear import Linear
+from bladellm_runtime.layers.mlp import GatedMlp
+from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.rotary import RotaryEmbedding
+from bladellm_runtime.models.config import ModelSpec
+
+Weights = dict[str, torch.Tensor]
+"""The decoder's parameters by the names of `weight_table`, all of one type on one device."""
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm, around the residual stream."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
+        def linear(name: str) -> Linear:
+            return Linear(weights[f"layers.{layer}.{name}.weight"], weights.get(f"layers.{layer}.{name}.bias"))
+
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(weights[f"layers.{layer}.{name}.weight"], spec.rms_norm_eps)
+
+        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer])
+        head_norms = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
+        self.input_norm = norm("input_norm")
+        self.attention = Attention(layer, shape, linear("qkv"), linear("output"), *head_norms)
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = GatedMlp(linear("gate_up"), linear("down"))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: the output of the layer before, not yet added to the residual stream. Returns (own output, residual)."""
+        x, residual = self.input_norm.add(x, residual)
+        x = self.attention(x, batch, cos, sin)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder:
+    """A loaded model. Not thread-safe only in that it writes to the arena of the batch it is given."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.embedding = Embedding(weights["embedding.weight"])
+        self.layers = [DecoderLayer(spec, weights, layer) for layer in range(spec.layers)]
+        self.norm = RmsNorm(weights["norm.weight"], spec.rms_norm_eps)
+        self.head = Linear(weights.get("head.weight", self.embedding.weight))
+        self.device = self.embedding.weight.device
+        self.dtype = self.embedding.weight.dtype
+        self.rotary = RotaryEmbedding(spec.rope, self.device)
+        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one step and write its K and V to the arena.
+
+        Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden].
+        """
+        x = self.embedding(batch.input_ids)
+        cos, sin = self.rotary(batch.positions)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch, cos, sin)
+        if residual is not None:
+            residual = residual.index_select(0, batch.logit_tokens)
+        return self.norm.add(x.index_select(0, batch.logit_tokens), residual)[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab]."""
+        return F.linear(hidden, self.head.weight).float()

@@ -1,0 +1,47 @@
+"""From an `AddRequest` to a `Sequence`, or to the reason why it can never run."""
+
+from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.wire.messages import AddRequest
+
+INVALID_REQUEST = "invalid_request"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
+def kv_capacity(spec: KvSpec) -> int:
+    """Tokens the longest sequence can keep in the KV cache when it has the whole arena for itself."""
+    return min(spec.max_tokens, spec.num_granules * spec.granule_tokens)
+
+
+def refusal(prompt: list[int], limits: SchedulerLimits, capacity: int) -> str | None:
+    """The error code of a prompt that can never run, else None."""
+    if not prompt or min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        return INVALID_REQUEST
+    if len(prompt) + 1 > limits.max_model_len or len(prompt) > capacity:
+        return CONTEXT_LENGTH_EXCEEDED
+    return None
+
+
+def answer_tokens(prompt_len: int, max_tokens: int | None, limits: SchedulerLimits, capacity: int) -> int:
+    """`max_tokens` clamped to the model length and the arena; the last token needs no KV, as nothing follows it."""
+    room = min(limits.max_model_len - prompt_len, capacity - prompt_len + 1)
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+def make_sequence(request: AddRequest, order: int, limits: SchedulerLimits, capacity: int) -> Sequence:
+    """The sequence of a request that `refusal` lets pass; `order` is its place in the line."""
+    params, prompt_len = request.params, len(request.prompt)
+    answer = answer_tokens(prompt_len, params.max_tokens, limits, capacity)
+    stops = frozenset() if params.ignore_eos else limits.eos_token_ids
+    return Sequence(
+        order=order,
+        request_id=request.request_id,
+        params=params,
+        choice=request.choice,
+        tokens=list(request.prompt),
+        prompt_len=prompt_len,
+        max_len=prompt_len + answer,
+        kv_end=prompt_len + max(answer, 1) - 1,
+        stops=stops.union(params.stop_token_ids) if params.stop_token_ids else stops,
+    )

@@ -1,0 +1,96 @@
+"""`Planner`: fills a step with decode rows, prefill chunks and new requests."""
+
+from bladellm_runtime.scheduler import policy
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.roster import Roster
+from bladellm_runtime.scheduler.sequence import Sequence
+
+
+class Planner:
+    """Decode rows come first, oldest first, then prefill chunks, then new requests, all in arrival order.
+
+    Every decoding sequence keeps one token of the step's budget, planned or not. Since each prefill that ends took at
+    least one token from the rest, there are never more decoding sequences than fit into one step: none has to take
+    turns, and prefills wait while they fill the step.
+    """
+
+    def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
+        self._limits = limits
+        self._roster = roster
+        self._short_rows = 0
+
+    def fill(self, plan: StepPlan, now: float) -> None:
+        """Add rows to an empty plan; it stays empty when nothing can run now."""
+        budget = self._limits.max_batch_tokens - len(self._roster.decoding)
+        self._add_decodes(plan)
+        budget = self._continue_prefills(plan, budget)
+        self._admit(plan, budget, now)
+
+    def _add_decodes(self, plan: StepPlan) -> None:
+        step, slots, generations, starts = plan.step, plan.slots, plan.generations, plan.starts
+        last_rows: list[Sequence] = []
+        self._short_rows = 0
+        # Growing may preempt, which shortens this list behind the current sequence, never before it.
+        for seq in self._roster.decoding:
+            start = seq.planned
+            if start >= seq.reserved and not self._grow(seq):
+                continue
+            slots.append(seq.slot)
+            generations.append(seq.generation)
+            starts.append(start)
+            seq.planned = start = start + 1
+            seq.last_step = step
+            if start == seq.kv_end:
+                last_rows.append(seq)
+        plan.num_decode = len(slots)
+        plan.query_lens = [1] * len(slots)
+        plan.samples = [True] * len(slots)
+        for seq in last_rows:
+            self._roster.drain(seq)
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Make room for a decode row's token, preempting newer sequences if need be.
+
+        False leaves the row out of this step: memory for it is on its way, or nothing newer is left to give way.
+        """
+        roster = self._roster
+        while not roster.slots.grow(seq, seq.planned + 1):
+            victim = roster.newest_running()
+            if victim is seq or roster.slots.retired_granules() > self._short_rows:
+                self._short_rows += 1
+                return False
+            roster.preempt(victim)
+        return True
+
+    def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
+        for seq in self._roster.prefilling.copy():
+            if budget == 0:
+                break
+            budget -= self._add_chunk(plan, seq, budget)
+        return budget
+
+    def _admit(self, plan: StepPlan, budget: int, now: float) -> None:
+        while budget > 0 and self._roster.waiting:
+            seq = self._roster.admit(now)
+            if seq is None:
+                break
+            # The tokens are copied: the sequence appends to its own list while this plan is in flight.
+            load = SlotLoad(seq.slot, seq.generation, seq.tokens.copy(), seq.prompt_len, seq.params, seq.choice)
+            plan.loads.append(load)
+            budget -= self._add_chunk(plan, seq, budget)
+
+    def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
+        """Add the next prefill chunk of a sequence; returns its tokens."""
+        tokens = policy.chunk_tokens(seq, budget, self._limits.prefill_chunk_tokens)
+        plan.slots.append(seq.slot)
+        plan.generations.append(seq.generation)
+        plan.starts.append(seq.planned)
+        plan.query_lens.append(tokens)
+        seq.planned += tokens
+        seq.last_step = plan.step
+        done = seq.planned == seq.prefill_end
+        plan.samples.append(done and seq.max_len > seq.prompt_len)
+        if done:
+            self._roster.prefilled(seq)
+        return tokens

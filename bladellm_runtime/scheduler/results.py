@@ -1,0 +1,84 @@
+"""`ResultReader`: from what a step produced to what each request is told, and which requests end."""
+
+from bladellm_runtime.request import FinishReason
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.roster import Roster
+from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.wire.messages import RequestDelta, TokenLogprobs
+
+INVALID_LOGITS = "invalid_logits"
+
+
+class ResultReader:
+    """Appends sampled tokens to their sequences. Rows of a stale generation or an ended request are dropped.
+
+    A token that ends its request (eos, stop token) is part of the delta: the front end decides what text it has.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+
+    def read(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """The deltas of a step, in row order."""
+        deltas = self._read_decodes(plan, result)
+        for row in range(plan.num_decode, len(plan.slots)):
+            delta = self._read_chunk(plan, result, row)
+            if delta is not None:
+                deltas.append(delta)
+        self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
+        return deltas
+
+    def _read_decodes(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        find, accept = self._roster.slots.find, self._accept
+        deltas: list[RequestDelta] = []
+        rows = zip(plan.slots[: plan.num_decode], plan.generations, result.tokens, result.logprobs, strict=False)
+        for slot, generation, token, logprobs in rows:
+            seq = find(slot, generation)
+            if seq is not None:
+                deltas.append(accept(seq, token, logprobs))
+        return deltas
+
+    def _read_chunk(self, plan: StepPlan, result: StepResult, row: int) -> RequestDelta | None:
+        seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+        if seq is None:
+            return None
+        seq.add_prompt_logprobs(plan.starts[row], result.prompt_logprobs[row] or [])
+        first = seq.generated == 0
+        if plan.samples[row]:
+            delta = self._accept(seq, result.tokens[row], result.logprobs[row])
+        elif plan.starts[row] + plan.query_lens[row] == seq.kv_end:
+            delta = self._end(seq, RequestDelta(seq.request_id, []), FinishReason.LENGTH)
+        else:
+            return None
+        if first:
+            self._announce(seq, delta)
+        return delta
+
+    def _accept(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
+        """Append a sampled token and end the sequence if it was its last."""
+        if token is None or token < 0:
+            return self._end(seq, RequestDelta(seq.request_id, [], error=INVALID_LOGITS), FinishReason.ERROR)
+        tokens = seq.tokens
+        tokens.append(token)
+        delta = RequestDelta(seq.request_id, [token])
+        if logprobs is not None:
+            delta.logprobs = [logprobs]
+        if token in seq.stops and seq.generated > seq.params.min_tokens:
+            return self._end(seq, delta, FinishReason.STOP)
+        if len(tokens) == seq.max_len:
+            return self._end(seq, delta, FinishReason.LENGTH)
+        return delta
+
+    def _announce(self, seq: Sequence, delta: RequestDelta) -> None:
+        """Complete the first delta of a request."""
+        delta.scheduled_at = seq.scheduled_at
+        if seq.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = seq.prompt_logprobs
+        self.prompt_tokens += seq.prompt_len
+
+    def _end(self, seq: Sequence, delta: RequestDelta, finish: FinishReason) -> RequestDelta:
+        delta.finish = finish
+        self._roster.end(seq)
+        return delta

@@ -1,0 +1,93 @@
+"""`Roster`: every live sequence, the list it is in, the slot it holds; and the only transitions between states."""
+
+import logging
+from itertools import chain
+
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.scheduler import policy
+from bladellm_runtime.scheduler.sequence import Sequence, State, insert, remove
+from bladellm_runtime.scheduler.slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+
+class Roster:
+    """Live sequences by state, each list in arrival order.
+
+    Only the head of the queue is admitted and only the newest running sequence is preempted, so whatever runs
+    arrived before whatever waits.
+    """
+
+    def __init__(self, memory: KvAccounting) -> None:
+        self.slots = SlotTable(memory)
+        self.live: dict[int, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.preemptions = 0
+        self._lists = {State.WAITING: self.waiting, State.PREFILL: self.prefilling, State.DECODE: self.decoding}
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence behind all others."""
+        self.live[seq.request_id] = seq
+        insert(self.waiting, seq)
+
+    def admit(self, now: float) -> Sequence | None:
+        """Let the head of the queue in, if it has left the slot it may have had and there is room; else None.
+
+        Nothing overtakes a head that does not fit: it needs the room that those behind it would take.
+        """
+        seq = self.waiting[0]
+        if seq.last_step > self.slots.completed:
+            return None
+        spare = policy.headroom(seq, chain(self.prefilling, self.decoding))
+        if not self.slots.acquire(seq, policy.admission_tokens(seq), spare):
+            return None
+        seq.planned, seq.prefill_end = 0, len(seq.tokens)
+        if seq.scheduled_at is None:
+            seq.scheduled_at = now
+        self._move(seq, State.PREFILL)
+        return seq
+
+    def prefilled(self, seq: Sequence) -> None:
+        """The last chunk of a sequence is planned: it decodes, or drains if that chunk brings its last token."""
+        if seq.planned == seq.kv_end:
+            self.drain(seq)
+        else:
+            self._move(seq, State.DECODE)
+
+    def newest_running(self) -> Sequence:
+        """The sequence that gives way first. Something must be running."""
+        return policy.newest(self.prefilling, self.decoding)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Put a running sequence back into the queue. Tokens of it in flight still count; the rest is recomputed."""
+        self.slots.retire(seq)
+        self._move(seq, State.WAITING)
+        seq.preemptions += 1
+        self.preemptions += 1
+        logger.info(
+            "KV cache full: preempted request %d with %d tokens (its preemption %d, %d in all)",
+            seq.request_id, len(seq.tokens), seq.preemptions, self.preemptions,
+        )  # fmt: skip
+
+    def drain(self, seq: Sequence) -> None:
+        """Stop planning a sequence: every token it may produce is planned."""
+        self.slots.retire(seq)
+        self._move(seq, State.DRAINING)
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence; what it holds comes back once no step in flight contains it."""
+        if seq.state in (State.PREFILL, State.DECODE):
+            self.slots.retire(seq)
+        self.slots.disown(seq)
+        self._move(seq, State.ENDED)
+        del self.live[seq.request_id]
+
+    def _move(self, seq: Sequence, state: State) -> None:
+        """Change a sequence's state, and with it the list it is in; draining and ended ones are in none."""
+        if (old := self._lists.get(seq.state)) is not None:
+            remove(old, seq)
+        if (new := self._lists.get(state)) is not None:
+            insert(new, seq)
+        seq.state = state

@@ -1,0 +1,129 @@
+"""The scheduler: requests and step results in, step plans and deltas out."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.request import FinishReason
+from bladellm_runtime.scheduler import invariants
+from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, make_sequence, refusal
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.planner import Planner
+from bladellm_runtime.scheduler.results import ResultReader
+from bladellm_runtime.scheduler.roster import Roster
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over a KV arena of fixed size.
+
+    `plan` makes the next step from lengths alone, while earlier steps may still run; `complete` takes their tokens in
+    the order planned. The tokens a request gets do not depend on how many steps are in flight.
+
+    Admission is first come, first served: the head of the queue enters once a slot and the granules for all its known
+    tokens are there. When a decode row finds the pool empty, the newest running sequence gives way: it goes back to
+    the head of the queue and is recomputed. The oldest never gives way, so it always finishes, and then the next one
+    is the oldest. A slot whose sequence ended or gave way is given back after the last step that contains it.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, memory: KvAccounting, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._memory = memory
+        self._clock = clock
+        self._capacity = kv_capacity(memory.spec)
+        self._roster = Roster(memory)
+        self._planner = Planner(limits, self._roster)
+        self._reader = ResultReader(self._roster)
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._added = 0
+        self._planned = 0
+        self._step_seconds = 0.0
+        self._last_completion = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request has not got its terminal delta."""
+        return bool(self._roster.live)
+
+    @property
+    def idle(self) -> bool:
+        """True when no request is live and no step is in flight; then no KV memory is used."""
+        return not self._roster.live and not self._in_flight
+
+    def add(self, request: AddRequest) -> RequestDelta | None:
+        """Queue a request. One that can never run, or whose id is live, gets its terminal delta at once."""
+        error = refusal(request.prompt, self._limits, self._capacity)
+        if request.request_id in self._roster.live:
+            error = INVALID_REQUEST
+        if error is not None:
+            return RequestDelta(request.request_id, [], FinishReason.ERROR, error)
+        self._added += 1
+        self._roster.add(make_sequence(request, self._added, self._limits, self._capacity))
+        return None
+
+    def abort(self, request_ids: Iterable[int]) -> list[RequestDelta]:
+        """End requests now: one terminal delta for each live one. What steps in flight still produce is dropped."""
+        deltas: list[RequestDelta] = []
+        for request_id in request_ids:
+            seq = self._roster.live.get(request_id)
+            if seq is not None:
+                self._roster.end(seq)
+                deltas.append(RequestDelta(request_id, [], FinishReason.ABORT))
+        return deltas
+
+    def plan(self) -> StepPlan | None:
+        """The next step, given everything planned so far; None when nothing can run now.
+
+        A returned plan must be run, and passed to `complete` in its turn.
+        """
+        now = self._clock()
+        plan = StepPlan(self._planned + 1)
+        self._planner.fill(plan, now)
+        if not plan.slots:
+            return None
+        plan.unmaps, plan.maps = self._memory.drain_ops()
+        self._planned = plan.step
+        self._in_flight.append((plan, now))
+        return plan
+
+    def complete(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestDelta]:
+        """Take the results of the oldest step in flight; `now` is when they were in.
+
+        Returns what each request got, with `finish` set for those that ended. Raises `ValueError` for any other step.
+        """
+        if not self._in_flight or self._in_flight[0][0] is not plan:
+            raise ValueError(f"step {plan.step} is not the oldest step in flight")
+        _, planned_at = self._in_flight.popleft()
+        slots = self._roster.slots
+        slots.completed = plan.step
+        deltas = self._reader.read(plan, result)
+        slots.release_retired()
+        self._step_seconds += max(0.0, now - max(planned_at, self._last_completion))
+        self._last_completion = now
+        return deltas
+
+    def stats(self, now: float) -> EngineStats:
+        """A reading of the counters and of the KV memory. A draining sequence counts as running."""
+        waiting, spec = len(self._roster.waiting), self._memory.spec
+        return EngineStats(
+            time=now,
+            running=len(self._roster.live) - waiting,
+            waiting=waiting,
+            slots=spec.num_slots,
+            kv_granules_used=self._memory.used,
+            kv_granules=spec.num_granules,
+            granule_tokens=spec.granule_tokens,
+            steps=self._roster.slots.completed,
+            step_seconds=self._step_seconds,
+            preemptions=self._roster.preemptions,
+            prompt_tokens=self._reader.prompt_tokens,
+            generated_tokens=self._reader.generated_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if the state contradicts itself. For tests and idle moments: visits every sequence."""
+        invariants.check(self._roster, self._limits, self._memory)

@@ -1,0 +1,79 @@
+"""`Sequence`: one request as the scheduler sees it, and lists of sequences in arrival order."""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.wire.messages import TokenLogprobs
+
+by_arrival = attrgetter("order")
+
+
+class State(Enum):
+    """Where a sequence is; transitions are made by `Scheduler` alone."""
+
+    WAITING = "waiting"
+    """In the queue: new, or preempted (then a slot it held may still be in flight)."""
+    PREFILL = "prefill"
+    """Holds a slot; some of its known tokens are not planned yet."""
+    DECODE = "decode"
+    """Holds a slot; each step may plan one more token."""
+    DRAINING = "draining"
+    """Every token it may produce is planned; its last step is in flight."""
+    ENDED = "ended"
+    """Answered with its terminal delta."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request with its tokens and how far it is planned.
+
+    `tokens` is the prompt followed by the generated tokens that are known; `planned` counts the KV positions that
+    completed and in-flight steps write, so it can run ahead of `tokens`. Lengths are in tokens: `max_len` is prompt
+    plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
+    never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
+    """
+
+    order: int
+    request_id: int
+    params: SamplingParams
+    choice: int
+    tokens: list[int]
+    prompt_len: int
+    max_len: int
+    kv_end: int
+    stops: frozenset[int]
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    state: State = State.WAITING
+    slot: int = -1
+    generation: int = 0
+    planned: int = 0
+    prefill_end: int = 0
+    reserved: int = 0
+    last_step: int = 0
+    preemptions: int = 0
+    scheduled_at: float | None = None
+
+    @property
+    def generated(self) -> int:
+        """Generated tokens that are known."""
+        return len(self.tokens) - self.prompt_len
+
+    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Append what a chunk from position `start` on brings; a recomputed chunk may repeat what is there."""
+        self.prompt_logprobs += entries[max(len(self.prompt_logprobs) - start, 0) :]
+
+
+def insert(sequences: list[Sequence], seq: Sequence) -> None:
+    """Put a sequence at its place in a list in arrival order."""
+    insort(sequences, seq, key=by_arrival)
+
+
+def remove(sequences: list[Sequence], seq: Sequence) -> None:
+    """Take a sequence out of a list in arrival order."""
+    index = bisect_left(sequences, seq.order, key=by_arrival)
+    if sequences[index] is not seq:
+        raise ValueError(f"request {seq.request_id} is not in this list")
+    del sequences[index]

@@ -1,0 +1,92 @@
+"""`SlotTable`: who holds which slot, under which generation, and when a slot may be given back."""
+
+from typing import NamedTuple
+
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.scheduler.sequence import Sequence
+
+
+class RetiredSlot(NamedTuple):
+    """A slot whose sequence has left it, the last step that contains it, and the granules that will come back."""
+
+    slot: int
+    last_step: int
+    granules: int
+
+
+class SlotTable:
+    """Slots with generation numbers over the KV accounting.
+
+    A sequence that leaves its slot may still be in a step in flight, which reads and writes the slot's memory. Such a
+    slot is *retired*: it keeps its granules until the last step that contains it has completed.
+
+    `owner` has, by slot, the sequence that takes the results of steps in flight, None when they are to be dropped.
+    `completed` is the last step whose results are in.
+    """
+
+    def __init__(self, memory: KvAccounting) -> None:
+        self._memory = memory
+        self._generations = [0] * memory.spec.num_slots
+        self.owner: list[Sequence | None] = [None] * memory.spec.num_slots
+        self.retired: list[RetiredSlot] = []
+        self.completed = 0
+
+    def acquire(self, seq: Sequence, tokens: int, headroom: int) -> bool:
+        """Give a sequence a slot that holds `tokens` tokens, if `headroom` granules stay obtainable after that.
+
+        False, with nothing changed, if there is no slot or no room.
+        """
+        if self._memory.spec.granules(tokens) + headroom > self._memory.available():
+            return False
+        slot = self._memory.acquire_slot()
+        if slot is None:
+            return False
+        self._generations[slot] += 1
+        self.owner[slot] = seq
+        seq.slot, seq.generation = slot, self._generations[slot]
+        if not self.grow(seq, tokens):
+            raise RuntimeError(f"slot {slot} cannot hold {tokens} tokens although the KV accounting has room for them")
+        return True
+
+    def grow(self, seq: Sequence, tokens: int) -> bool:
+        """Make the sequence's slot hold `tokens` tokens; False, with nothing changed, when the pool is empty."""
+        if not self._memory.grow(seq.slot, tokens):
+            return False
+        spec = self._memory.spec
+        seq.reserved = spec.granules(tokens) * spec.granule_tokens
+        return True
+
+    def find(self, slot: int, generation: int) -> Sequence | None:
+        """The sequence a result belongs to; None for a result that is stale or no longer wanted."""
+        seq = self.owner[slot]
+        return seq if seq is not None and seq.generation == generation else None
+
+    def retire(self, seq: Sequence) -> None:
+        """Give the sequence's slot back, at once or after its last step. Until then its results still reach it."""
+        if seq.last_step <= self.completed:
+            self._release(seq.slot)
+        else:
+            granules = self._memory.spec.granules(seq.reserved)
+            self.retired.append(RetiredSlot(seq.slot, seq.last_step, granules))
+
+    def disown(self, seq: Sequence) -> None:
+        """Drop whatever steps in flight still produce for a sequence."""
+        if seq.slot >= 0 and self.owner[seq.slot] is seq:
+            self.owner[seq.slot] = None
+
+    def release_retired(self) -> None:
+        """Give back the retired slots that no step in flight contains any more."""
+        if not self.retired:
+            return
+        due = [item.slot for item in self.retired if item.last_step <= self.completed]
+        self.retired = [item for item in self.retired if item.last_step > self.completed]
+        for slot in due:
+            self._release(slot)
+
+    def retired_granules(self) -> int:
+        """Granules that come back once the steps in flight have completed."""
+        return sum(item.granules for item in self.retired)
+
+    def _release(self, slot: int) -> None:
+        self.owner[slot] = None
+        self._memory.release_slot(slot)

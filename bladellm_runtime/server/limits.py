@@ -1,0 +1,61 @@
+"""How many requests may be open, and the errors of a server that cannot take one."""
+
+from bladellm_runtime.server.errors import ApiError, generation_error, invalid_request
+
+RETRY_SECONDS = 1.0
+
+
+class Admission:
+    """Counts open choices against a limit: every choice of every prompt is one request to the engine."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.open = 0
+
+    def check_room(self) -> None:
+        """Raise `ApiError` 429 when not even one more choice can enter."""
+        if self.open >= self.limit:
+            raise too_many_requests(self.limit)
+
+    def enter(self, choices: int) -> None:
+        """Count `choices` as open. Raises `ApiError` 429, or 400 for more than the server takes at all."""
+        if choices > self.limit:
+            raise invalid_request(
+                f"prompts times n is {choices}, but this server takes at most {self.limit} at once", "n"
+            )
+        if self.open + choices > self.limit:
+            raise too_many_requests(self.limit)
+        self.open += choices
+
+    def leave(self, choices: int) -> None:
+        """Take back an `enter`."""
+        self.open -= choices
+
+
+def too_many_requests(limit: int) -> ApiError:
+    """The 429 of a full queue."""
+    message = f"The server already has {limit} requests, as many as it takes; try again later"
+    return ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS)
+
+
+def unavailable(code: str) -> ApiError:
+    """The 503 for a reason of `UNAVAILABLE`."""
+    return ApiError(503, UNAVAILABLE[code], code=code, retry_after=RETRY_SECONDS)
+
+
+UNAVAILABLE = {
+    "engine_dead": "The engine has stopped, and this server is about to exit",
+    "engine_stuck": "The engine has not answered for longer than --engine_timeout",
+    "engine_overloaded": "The engine does not take requests at the moment; try again later",
+    "queue_timeout": "The request waited longer than --max_queue_time for its first token; try again later",
+    "server_shutting_down": "The server is shutting down; try another one",
+}
+
+
+def error_of(code: str | None) -> ApiError:
+    """What a client is told when its request ended with this error code, the engine's or the server's own."""
+    if code in UNAVAILABLE:
+        return unavailable(code)
+    if code == "slow_reader":
+        return ApiError(408, "The answer was not read for longer than --send_timeout", code=code)
+    return generation_error(code)

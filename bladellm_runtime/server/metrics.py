@@ -1,0 +1,183 @@
+"""What `/metrics` shows. Names follow vLLM's with `blade_llm:` before them, so that its dashboards need one change."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from bladellm_runtime.server.histogram import Histogram
+from bladellm_runtime.server.limits import Admission
+from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.messages import EngineStats
+
+PREFIX = "blade_llm:"
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    80.0,
+)
+REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 1920.0)
+TOKENS = tuple(float(2**power) for power in range(21))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 128.0)
+
+
+class Metrics:
+    """Everything counted in the front end; the engine's own numbers are read from its last step when asked for."""
+
+    def __init__(self) -> None:
+        self.time_to_first_token = _histogram("time_to_first_token_seconds", FIRST_TOKEN_SECONDS)
+        self.inter_token_latency = _histogram("inter_token_latency_seconds", TOKEN_SECONDS)
+        self.time_per_output_token = _histogram("request_time_per_output_token_seconds", TOKEN_SECONDS)
+        self.latency = _histogram("e2e_request_latency_seconds", REQUEST_SECONDS)
+        self.queue_time = _histogram("request_queue_time_seconds", REQUEST_SECONDS)
+        self.prefill_time = _histogram("request_prefill_time_seconds", REQUEST_SECONDS)
+        self.decode_time = _histogram("request_decode_time_seconds", REQUEST_SECONDS)
+        self.inference_time = _histogram("request_inference_time_seconds", REQUEST_SECONDS)
+        self.prompt_length = _histogram("request_prompt_tokens", TOKENS)
+        self.answer_length = _histogram("request_generation_tokens", TOKENS)
+        self.choices = _histogram("request_params_n", CHOICES)
+        self.max_tokens = _histogram("request_params_max_tokens", TOKENS)
+        self.step_tokens = _histogram("iteration_tokens_total", TOKENS)
+        self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.disconnects = 0
+        self._last = EngineStats()
+
+    def on_step(self, stats: EngineStats) -> None:
+        """Count the tokens of the steps since the last reading."""
+        steps = stats.steps - self._last.steps
+        if steps > 0:
+            before = self._last.prompt_tokens + self._last.generated_tokens
+            self.step_tokens.observe((stats.prompt_tokens + stats.generated_tokens - before) / steps, steps)
+        self._last = stats
+
+    def histograms(self) -> list[Histogram]:
+        """All histograms."""
+        return [value for value in vars(self).values() if isinstance(value, Histogram)]
+
+
+class _Readings(Collector):
+    """Reads counters, gauges and histograms at the moment /metrics is asked for."""
+
+    def __init__(self, metrics: Metrics, client: EngineClient, admission: Admission, model_name: str) -> None:
+        self._metrics = metrics
+        self._client = client
+        self._admission = admission
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; called by the registry."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield self._by_label("request_success", "finished_reason", self._metrics.finished)
+        yield self._by_label("requests_rejected", "reason", self._metrics.rejected)
+        for histogram in self._metrics.histograms():
+            yield histogram.family(self._labels)
+
+    def _gauges(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        values = {
+            "num_requests_running": stats.running,
+            "num_requests_waiting": stats.waiting,
+            "num_requests_open": self._admission.open,
+            "num_requests_limit": self._admission.limit,
+            "kv_cache_usage_perc": stats.kv_granules_used / max(1, stats.kv_granules),
+            "kv_cache_tokens": stats.kv_granules * stats.granule_tokens,
+            "last_step_age_seconds": self._client.heartbeat_age(),
+            "engine_up": int(self._client.failure is None),
+        }
+        for name, value in values.items():
+            gauge = GaugeMetricFamily(PREFIX + name, HELP[name], labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), float(value))
+            yield gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        values = {
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generated_tokens,
+            "num_preemptions": stats.preemptions,
+            "engine_steps": stats.steps,
+            "engine_step_seconds": stats.step_seconds,
+            "client_disconnects": self._metrics.disconnects,
+        }
+        for name, value in values.items():
+            counter = CounterMetricFamily(PREFIX + name, HELP[name], labels=list(self._labels))
+            counter.add_metric(list(self._labels.values()), float(value))
+            yield counter
+
+    def _by_label(self, name: str, label: str, counts: Counter[str]) -> Metric:
+        counter = CounterMetricFamily(PREFIX + name, HELP[name], labels=[*self._labels, label])
+        for value, count in counts.items():
+            counter.add_metric([*self._labels.values(), value], float(count))
+        return counter
+
+
+class MetricsPage:
+    """The text of `/metrics`."""
+
+    def __init__(self, metrics: Metrics, client: EngineClient, admission: Admission, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Readings(metrics, client, admission, model_name))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+HELP = {
+    "num_requests_running": "Requests that hold a slot of the engine.",
+    "num_requests_waiting": "Requests that wait in the engine's queue.",
+    "num_requests_open": "Requests the server has taken and not answered in full.",
+    "num_requests_limit": "Open requests beyond which new ones are answered 429.",
+    "kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
+    "kv_cache_tokens": "Tokens the KV cache can hold.",
+    "last_step_age_seconds": "Seconds since the engine's last step or heartbeat.",
+    "engine_up": "1 while the engine lives, else 0.",
+    "prompt_tokens": "Prompt tokens the engine has processed.",
+    "generation_tokens": "Tokens the engine has generated.",
+    "num_preemptions": "Requests put back into the queue because the KV cache was full.",
+    "engine_steps": "Steps the engine has run.",
+    "engine_step_seconds": "Seconds the engine has spent in steps.",
+    "client_disconnects": "Requests whose client went away before the end of its answer.",
+    "request_success": "Requests that ended, by finish reason.",
+    "requests_rejected": "Requests that were refused before they ran, by reason.",
+    "time_to_first_token_seconds": "From a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Between two tokens of a request.",
+    "request_time_per_output_token_seconds": "A request's mean time between tokens.",
+    "e2e_request_latency_seconds": "From a request's arrival to its end.",
+    "request_queue_time_seconds": "From a request's arrival until the engine took it up.",
+    "request_prefill_time_seconds": "From there to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+    "request_inference_time_seconds": "From being taken up to the last token.",
+    "request_prompt_tokens": "Prompt lengths.",
+    "request_generation_tokens": "Answer lengths.",
+    "request_params_n": "Choices a request asks for.",
+    "request_params_max_tokens": "max_tokens of requests, cut to what fits.",
+    "iteration_tokens_total": "Tokens of an engine step, prompt and generated together.",
+}
+
+
+def _histogram(name: str, bounds: tuple[float, ...]) -> Histogram:
+    return Histogram(PREFIX + name, HELP[name], bounds)

@@ -1,0 +1,166 @@
+"""`Tokenizer`: text to token ids and back, for a Hugging Face folder with a fast tokenizer. Imports no torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from bladellm_runtime.errors import CheckpointError, ConfigError, ParameterError
+from bladellm_runtime.text.special_tokens import SpecialTokenGuard
+from bladellm_runtime.text.template import ChatTemplate
+from bladellm_runtime.text.token_bytes import TokenBytes
+
+MAX_TEMPLATE_BYTES = 2**20
+
+
+def check_text(text: object, param: str) -> str:
+    """`text` if it is a string that UTF-8 can hold; else `ParameterError` for the field `param`. NUL is text."""
+    if not isinstance(text, str):
+        raise ParameterError(f"{param} must be a string, got {type(text).__name__}", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(f"{param} has half of a surrogate pair at character {error.start}", param) from None
+    return text
+
+
+class Tokenizer:
+    """A fast tokenizer with its chat template and the special tokens of its model. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        named_tokens: dict[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+        source: str = "tokenizer.json",
+    ) -> None:
+        """`named_tokens` are the variables a chat template may use, such as `bos_token`; `source` names the file."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._bytes = TokenBytes(backend, source)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids = list(eos_token_ids)
+        self.named_tokens = dict(named_tokens or {})
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.guard = SpecialTokenGuard(backend)
+
+    @staticmethod
+    def load(folder: Path, chat_template_file: Path | None = None) -> "Tokenizer":
+        """Load `tokenizer.json` and what belongs to it from a model folder.
+
+        `chat_template_file` (`--chat_template`) replaces the folder's chat template. `CheckpointError` for a folder
+        without a usable fast tokenizer, `ConfigError` for a template file that cannot be used.
+        """
+        source = folder / "tokenizer.json"
+        if not source.is_file():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json; slow tokenizers are not supported, "
+                "so convert it with transformers' AutoTokenizer and save_pretrained"
+            )
+        loaded = _load_fast(folder, source)
+        template = _read_template_file(chat_template_file) if chat_template_file else _own_template(loaded, folder)
+        return Tokenizer(
+            loaded.backend_tokenizer,
+            eos_token_ids=_eos_token_ids(folder, loaded.eos_token_id),
+            named_tokens={name: str(token) for name, token in loaded.special_tokens_map.items()},
+            chat_template=template,
+            source=str(source),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return self.chat_template is not None
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether decoding drops the space before the first word of a text (sentencepiece-style tokenizers)."""
+        return self._bytes.strips_first_space
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of `text`. The text of a special token in it *does* become that token: prompts may use them.
+
+        `add_special_tokens` adds what the tokenizer puts around a text, such as a beginning-of-text token.
+        Lone surrogates raise `ParameterError` naming `param`.
+        """
+        check_text(text, param)
+        # The batch call lets other Python threads run meanwhile; `encode` holds the interpreter lock.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of all `ids` at once; ids outside the vocabulary have no text. For streams use `Detokenizer`."""
+        known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
+        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token, be it only a part of a UTF-8 character; special tokens are their text."""
+        return self._bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` for display: bytes that are no character show as U+FFFD."""
+        return self._bytes[token_id].decode(errors="replace")
+
+
+def _load_fast(folder: Path, source: Path) -> Any:
+    # AutoTokenizer imports torch (seconds); the class it would end up with for a tokenizer.json does not.
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it warns when the folder names a subclass, which reads the same file
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a broken file
+        raise CheckpointError(f"{source} or tokenizer_config.json cannot be read: {_one_line(error)}") from None
+
+
+def _own_template(loaded: Any, folder: Path) -> ChatTemplate | None:
+    template = loaded.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is None:
+        return None
+    try:
+        return ChatTemplate(template)
+    except ValueError as error:
+        raise CheckpointError(f"the chat template of {folder} cannot be used: {_one_line(error)}") from None
+
+
+def _read_template_file(path: Path) -> ChatTemplate:
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"--chat_template {path} is above {MAX_TEMPLATE_BYTES} bytes; give a Jinja template file")
+        return ChatTemplate(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--chat_template {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ConfigError(f"--chat_template {path} is not a usable Jinja template: {_one_line(error)}") from None
+
+
+def _eos_token_ids(folder: Path, own: int | None) -> list[int]:
+    """The ids of generation_config.json, which may list several, else the tokenizer's own one."""
+    path = folder / "generation_config.json"
+    value: Any = None
+    if path.is_file():
+        try:
+            value = json.loads(path.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError):
+            raise CheckpointError(f"{path} is not a JSON object") from None
+    if value is None:
+        value = [] if own is None else own
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them")
+    return list(dict.fromkeys(ids))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,261 @@
+"""The front end's end of the wire: starts the engine, hands requests to it and its deltas to their callers."""
+
+import asyncio
+import itertools
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import zmq
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.errors import UserError
+from bladellm_runtime.request import FinishReason
+from bladellm_runtime.wire.host import EngineHost, ProcessHost, ThreadHost
+from bladellm_runtime.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    EngineStats,
+    FrontMessage,
+    RequestDelta,
+    Shutdown,
+    StepOutput,
+)
+from bladellm_runtime.wire.transport import (
+    EnginePort,
+    decode_engine_message,
+    encode,
+    open_socket,
+    private_address,
+)
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[RequestDelta], None]
+
+ENGINE_DEAD = "engine_dead"
+ENGINE_OVERLOADED = "engine_overloaded"
+MESSAGES_PER_WAKE = 64
+POLL_SECONDS = 0.1
+
+
+class EngineClient:
+    """Talks to one engine from an asyncio event loop; every method is to be called on that loop.
+
+    Deltas go straight from the reader to the sink of their request, without a queue. A sink gets exactly one delta with
+    `finish` set, also when the engine dies, unless its request was aborted: an aborted request's sink is never called again.
+    """
+
+    def __init__(self, address: str, folder: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        self.ready: EngineReady
+        self.stats = EngineStats()
+        self.failure: str | None = None
+        self.on_failure: list[Callable[[str], None]] = []
+        self.on_step: list[Callable[[EngineStats], None]] = []
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = open_socket(self._context)
+        self._socket.bind(address)
+        self._descriptor = self._socket.getsockopt(zmq.FD)
+        self._address = address
+        self._folder = folder
+        self._host: EngineHost
+        self._ids = itertools.count(1)
+        self._sinks: dict[int, Sink] = {}
+        self._unsent_aborts: list[int] = []
+        self._last_step = time.monotonic()
+        self._started: asyncio.Future[EngineReady] = self._loop.create_future()
+        self._closing = False
+        self._poll: asyncio.TimerHandle | None = None
+        self._exit_watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start_process(cls, command: list[str], args: EngineArgs, ready_timeout: float) -> Self:
+        """Start an engine process and wait until it can serve.
+
+        Raises `UserError`, with the engine's own sentence where it sent one, when it fails, exits or takes too long.
+        """
+        address, folder = private_address()
+        client = cls(address, folder)
+        return await client._begin(ProcessHost(command, address, args), ready_timeout)
+
+    @classmethod
+    async def start_thread(cls, run: Callable[[EnginePort], None], ready_timeout: float) -> Self:
+        """Run an engine in a daemon thread of this process, for tests and debugging; errors as in `start_process`."""
+        address = f"inproc://engine-{id(run)}"
+        client = cls(address)
+        return await client._begin(ThreadHost(run, address, client._context), ready_timeout)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests submitted that have neither ended nor been aborted."""
+        return len(self._sinks)
+
+    @property
+    def process_id(self) -> int | None:
+        """The engine's process, or None when it runs in a thread."""
+        return self._host.process_id
+
+    def next_id(self) -> int:
+        """A request id this client has not used."""
+        return next(self._ids)
+
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine last sent a step or a heartbeat."""
+        return time.monotonic() - self._last_step
+
+    def submit(self, request: AddRequest, sink: Sink) -> None:
+        """Hand a request to the engine; `sink` gets its deltas on the event loop, never before this returns."""
+        self._sinks[request.request_id] = sink
+        if self.failure is not None:
+            self._loop.call_soon(self._end_with_error, request.request_id, ENGINE_DEAD)
+        elif not self._send(request):
+            self._loop.call_soon(self._end_with_error, request.request_id, ENGINE_OVERLOADED)
+
+    def abort(self, request_ids: list[int]) -> None:
+        """End requests; their sinks are not called again. Ids that ended before are ignored."""
+        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        if known and self.failure is None and not self._send(AbortRequests(known)):
+            self._unsent_aborts += known
+
+    async def close(self, timeout: float) -> None:
+        """Ask the engine to exit, wait up to `timeout` seconds, then kill it. Open requests end with an error."""
+        if self._closing:
+            return
+        self._closing = True
+        if self.failure is None:
+            self._send(Shutdown())
+        try:
+            await self._host.stop(timeout)
+        finally:
+            self._release()
+
+    async def _begin(self, host: EngineHost, ready_timeout: float) -> Self:
+        self._host = host
+        self._loop.add_reader(self._descriptor, self._read)
+        self._poll_wire()
+        try:
+            await host.start()
+            self._exit_watch = self._loop.create_task(self._watch_exit())
+            async with asyncio.timeout(ready_timeout):
+                self.ready = await self._started
+        except TimeoutError:
+            await self.close(1.0)
+            raise UserError(f"the engine was not ready within {ready_timeout:g} seconds") from None
+        except BaseException:
+            await self.close(1.0)
+            raise
+        return self
+
+    async def _watch_exit(self) -> None:
+        how = await self._host.wait()
+        self._read()
+        if not self._closing:
+            self._fail(EngineFailed(how))
+
+    def _send(self, message: FrontMessage) -> bool:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # ZMQ's descriptor is edge-triggered and a send may use the edge up: look for messages without waiting for it.
+        self._loop.call_soon(self._read)
+        return True
+
+    def _poll_wire(self) -> None:
+        self._read()
+        if self._unsent_aborts and self._send(AbortRequests(self._unsent_aborts)):
+            self._unsent_aborts = []
+        self._poll = self._loop.call_later(POLL_SECONDS, self._poll_wire)
+
+    def _read(self) -> None:
+        """Handle waiting messages, a bounded number at a time so that the event loop gets its turn."""
+        if self._socket.closed:
+            return
+        for _ in range(MESSAGES_PER_WAKE):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_engine_message(frame)
+            if message is not None:
+                self._handle(message)
+        self._loop.call_soon(self._read)
+
+    def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutput):
+            self._last_step = time.monotonic()
+            self.stats = message.stats
+            for delta in message.deltas:
+                self._deliver(delta)
+            for callback in self.on_step:
+                callback(message.stats)
+        elif isinstance(message, EngineReady):
+            self._last_step = time.monotonic()
+            if not self._started.done():
+                self._started.set_result(message)
+        else:
+            self._fail(message)
+
+    def _deliver(self, delta: RequestDelta) -> None:
+        if delta.finish is None:
+            sink = self._sinks.get(delta.request_id)
+        else:
+            sink = self._sinks.pop(delta.request_id, None)
+        if sink is None:
+            return
+        try:
+            sink(delta)
+        except Exception:
+            # One request's fault must not cost the others of the step their tokens.
+            logger.exception("request %d: its delta could not be handled", delta.request_id)
+
+    def _fail(self, message: EngineFailed) -> None:
+        if self.failure is not None:
+            return
+        self.failure = message.message
+        if not self._started.done():
+            self._started.set_exception(_start_error(message))
+            return
+        logger.error("the engine is gone: %s", message.message)
+        self._end_all()
+        for callback in self.on_failure:
+            callback(message.message)
+
+    def _end_all(self) -> None:
+        for request_id in list(self._sinks):
+            self._end_with_error(request_id, ENGINE_DEAD)
+
+    def _end_with_error(self, request_id: int, error: str) -> None:
+        self._deliver(RequestDelta(request_id, [], finish=FinishReason.ERROR, error=error))
+
+    def _release(self) -> None:
+        """Free sockets, descriptors and files; nothing is sent or received after this."""
+        if self.failure is None:
+            self.failure = "the engine was shut down"
+        self._end_all()
+        if self._poll is not None:
+            self._poll.cancel()
+        if self._exit_watch is not None:
+            self._exit_watch.cancel()
+        if not self._started.done():
+            self._started.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+        # A thread that would not end still holds a socket of this context, and term() would wait for it for ever.
+        if not self._host.alive:
+            self._context.term()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _start_error(message: EngineFailed) -> UserError:
+    error = UserError(message.message)
+    error.exit_code = message.exit_code
+    return error

@@ -1,0 +1,164 @@
+"""Where an engine lives: a process of its own, or a thread of the front end's. Starting, watching and ending it."""
+
+import asyncio
+import dataclasses
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.errors import UserError
+from bladellm_runtime.wire.transport import EnginePort
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_COMMAND = [sys.executable, "-m", "bladellm_runtime.engine.process"]
+KILL_SECONDS = 5.0
+
+
+class EngineHost(Protocol):
+    """What the client needs of an engine's home."""
+
+    @property
+    def process_id(self) -> int | None:
+        """The engine's process, or None when it has none of its own."""
+
+    @property
+    def alive(self) -> bool:
+        """True from a successful start to the engine's end."""
+
+    async def start(self) -> None:
+        """Bring the engine up; raises `UserError` when it cannot be started at all."""
+
+    async def wait(self) -> str:
+        """Return, once the engine has ended, a sentence that says how."""
+
+    async def stop(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the engine to end by itself, then end it."""
+
+
+class ProcessHost:
+    """An engine process. The launch line goes to its standard input, which stays open for as long as this process lives."""
+
+    def __init__(self, command: list[str], address: str, args: EngineArgs) -> None:
+        self._command = command
+        self._line = launch_line(address, args)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """The process id, also after its end."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start the process in a session of its own, so that Ctrl-C reaches the front end alone, which then drains."""
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise UserError(f"the engine command {self._command[0]} cannot be run: {error.strerror}") from error
+        if self._process.stdin is not None:
+            self._process.stdin.write(self._line)
+
+    async def wait(self) -> str:
+        """Wait for the process; says its exit code or signal."""
+        if self._process is None:
+            return "the engine process was not started"
+        code = await self._process.wait()
+        return f"the engine process was killed by signal {-code}" if code < 0 else f"the engine process exited with {code}"
+
+    async def stop(self, timeout: float) -> None:
+        """Wait, then close its standard input, which ends it, then kill it."""
+        process = self._process
+        if process is None:
+            return
+        if not await self._ended_within(timeout):
+            if process.stdin is not None:
+                process.stdin.close()
+            if not await self._ended_within(min(timeout, 1.0)):
+                logger.warning("the engine did not exit in time; killing process %d", process.pid)
+                process.kill()
+                await self._ended_within(KILL_SECONDS)
+        if process.stdin is not None:
+            process.stdin.close()
+
+    async def _ended_within(self, seconds: float) -> bool:
+        process = self._process
+        if process is None:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class ThreadHost:
+    """An engine in a daemon thread. It cannot be killed: one that hangs is left behind."""
+
+    def __init__(self, run: Callable[[EnginePort], None], address: str, context: zmq.Context[Any]) -> None:
+        self._run = run
+        self._address = address
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._outcome = "the engine thread ended"
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def process_id(self) -> int | None:
+        """A thread has no process of its own."""
+        return None
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    async def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def wait(self) -> str:
+        """Wait for the thread; says the exception that ended it, if any."""
+        await self._ended.wait()
+        return self._outcome
+
+    async def stop(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the thread to end."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._ended.wait()
+                self._thread.join()
+        except TimeoutError:
+            logger.warning("the engine thread did not end in time")
+
+    def _main(self) -> None:
+        port = EnginePort(self._address, self._context)
+        try:
+            self._run(port)
+        except Exception as error:
+            logger.exception("the engine thread stopped")
+            self._outcome = f"the engine stopped: {type(error).__name__}: {error}"
+        finally:
+            port.close()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+
+def launch_line(address: str, args: EngineArgs) -> bytes:
+    """The JSON line an engine process reads first: the address and the fields of `EngineArgs`, also of a `ServingArgs`."""
+    fields = {item.name: getattr(args, item.name) for item in dataclasses.fields(EngineArgs)}
+    return msgspec.json.encode({"address": address, "args": fields}) + b"\n"

@@ -1,0 +1,1 @@
+"""`blade_llm_check`: whether this machine can serve, one line a probe."""

@@ -1,0 +1,37 @@
+"""What a probe answers."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Status(StrEnum):
+    """PASS: fine. WARNING: it will run, with a loss. FAILED: it will not run as asked."""
+
+    PASS = "PASS"
+    WARNING = "WARNING"
+    FAILED = "FAILED"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A probe's verdict; `hint` says what to do about it, `table` holds (name, value) rows worth printing."""
+
+    status: Status
+    detail: str
+    hint: str = ""
+    table: list[tuple[str, str]] = []
+
+
+def passed(detail: str) -> Finding:
+    """All is well."""
+    return Finding(Status.PASS, detail)
+
+
+def warned(detail: str, hint: str = "") -> Finding:
+    """It will run, with a loss."""
+    return Finding(Status.WARNING, detail, hint)
+
+
+def failed(detail: str, hint: str = "") -> Finding:
+    """It will not run as asked."""
+    return Finding(Status.FAILED, detail, hint)

@@ -1,0 +1,260 @@
+"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server` and `blade_llm_check`.
+
+Every command is a row of `COMMANDS`: dataclasses whose fields are its flags, and a function that takes one instance of
+each and returns the exit code. The function's module, and with it torch or fastapi, is imported only to run it.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from bladellm_runtime import __version__
+from bladellm_runtime.config import flag
+from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_tools.console import fail
+from bladellm_tools.flags import Flag, flags_of, nearest, normalise
+from bladellm_tools.help import HelpfulCommand
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class CommonArgs:
+    """Flags that every command has."""
+
+    config: str | None = flag(None, "YAML recipe with values of these flags; a flag given here wins.", group="Command")
+    print_config: bool = flag(False, "Print the values in effect as a recipe and exit.", group="Command")
+    debug: bool = flag(False, "Show the traceback of an error.", group="Command")
+    version: bool = flag(False, "Print the version and exit.", group="Command")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: `sections` and `run` are `module:name`, imported when needed.
+
+    Where two sections have a field of the same name, the flag is the first section's.
+    """
+
+    summary: str
+    sections: tuple[str, ...]
+    run: str
+
+    @cached_property
+    def classes(self) -> list[type]:
+        """The argument dataclasses."""
+        return [load(section) for section in self.sections]
+
+    @cached_property
+    def owners(self) -> dict[str, type]:
+        """Which dataclass a flag sets."""
+        return {item.name: cls for cls in reversed(self.classes) for item in flags_of(cls)}
+
+    @cached_property
+    def own_flags(self) -> list[Flag]:
+        """The flags a recipe may set, in the order of help."""
+        return [item for cls in self.classes for item in flags_of(cls) if self.owners[item.name] is cls]
+
+    @cached_property
+    def flags(self) -> list[Flag]:
+        """All flags."""
+        return [*self.own_flags, *flags_of(CommonArgs)]
+
+    def execute(self, given: dict[str, Any]) -> int:
+        """Merge flag > recipe > default, check, and run. Returns the exit code."""
+        common = CommonArgs(**{item.name: given.pop(item.name, item.default) for item in flags_of(CommonArgs)})
+        if common.version:
+            return print_version()
+        values = {item.name: item.default for item in self.own_flags}
+        if common.config is not None:
+            from bladellm_tools.recipe import read_recipe
+
+            values |= read_recipe(common.config, self.own_flags)
+        values |= given
+        sections = [
+            cls(**{name: values[name] for name, owner in self.owners.items() if owner is cls}) for cls in self.classes
+        ]
+        if common.print_config:
+            from bladellm_tools.recipe import to_yaml
+
+            print(to_yaml(values), end="")
+            return 0
+        return int(load(self.run)(*sections))
+
+
+COMMANDS = {
+    "serve": Command(
+        "Serve a model over the OpenAI protocol.",
+        ("bladellm_runtime.config:ServingArgs",),
+        "bladellm_tools.serve:run",
+    ),
+    "generate": Command(
+        "Answer a file of prompts.",
+        ("bladellm_tools.generate_args:GenerateArgs", "bladellm_runtime.config:EngineArgs"),
+        "bladellm_tools.generate:run",
+    ),
+    "check": Command(
+        "Check this machine, and whether a model fits it.",
+        ("bladellm_tools.check.args:CheckArgs",),
+        "bladellm_tools.check.report:run",
+    ),
+}
+
+
+def load(path: str) -> Any:
+    """What `module:name` names."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def print_version() -> int:
+    """Print the version; returns the exit code."""
+    print(f"BladeLLM Open {__version__}")
+    return 0
+
+
+def typer_callback(command: Command) -> Callable[..., int]:
+    """The function typer calls: one keyword a flag, None where the flag is not given."""
+
+    def callback(**values: Any) -> int:
+        given = {}
+        for item in command.flags:
+            value = values[identifier(item)]
+            if value:
+                given[item.name] = item.convert(value if item.is_list else value[-1])
+        return command.execute(given)
+
+    parameters = [typer_parameter(item) for item in command.flags]
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    callback.__doc__ = command.summary
+    return callback
+
+
+def identifier(flag: Flag) -> str:
+    """The flag's name as a Python identifier."""
+    return flag.name.replace(".", "__")
+
+
+def typer_parameter(flag: Flag) -> inspect.Parameter:
+    """One flag as typer wants it: every value is text, converted by the flag itself so that errors read the same."""
+    option = typer.Option(
+        None,
+        f"--{flag.name}",
+        *flag.names,
+        help=" ".join(filter(None, (flag.help, flag.note))),
+        metavar=flag.metavar,
+        rich_help_panel=flag.group,
+        show_default=False,
+    )
+    return inspect.Parameter(
+        identifier(flag), inspect.Parameter.KEYWORD_ONLY, default=option, annotation=list[str] | None
+    )
+
+
+def build_app(names: Sequence[str]) -> typer.Typer:
+    """A typer app of these commands."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+    )
+    settings = {"help_option_names": ["-h", "--help"]}
+    for name in names:
+        command = COMMANDS[name]
+        register = app.command(name, cls=HelpfulCommand, help=command.summary, context_settings=settings)
+        register(typer_callback(command))
+    return app
+
+
+def umbrella_help(program: str) -> int:
+    """What `blade_llm` alone prints: the commands."""
+    print(
+        f"Usage: {program} COMMAND [FLAGS]\n\nBladeLLM Open {__version__}: an LLM inference engine and its toolkit.\n"
+    )
+    print("Commands:")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<10} {command.summary}")
+    print(f"\n  {program} COMMAND --help lists the flags of a command; {program} --version prints the version.")
+    return 0
+
+
+def dispatch(program: str, arguments: list[str]) -> int:
+    """`blade_llm`: find the command and run it. Returns the exit code."""
+    first = arguments[0] if arguments else "--help"
+    if first in ("-h", "--help", "help"):
+        return umbrella_help(program)
+    if first == "--version":
+        return print_version()
+    if first not in COMMANDS:
+        close = nearest(first, COMMANDS)
+        hint = f"did you mean {close}?" if close else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {first!r}; {hint}")
+    return run_command(first, f"{program} {first}", arguments[1:])
+
+
+def run_command(name: str, program: str, arguments: list[str]) -> int:
+    """Parse one command's arguments and run it. Returns the exit code."""
+    app = build_app([name])
+    command = typer.main.get_command(app)
+    result = command.main(args=normalise(arguments, COMMANDS[name].flags), prog_name=program, standalone_mode=False)
+    return int(result or 0)
+
+
+def guarded(action: Callable[[], int], debug: bool) -> int:
+    """Run an action; an error becomes one line on standard error and an exit code."""
+    try:
+        code = action()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        fail("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`| head`); without this the interpreter complains again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        fail(str(error))
+        return error.exit_code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        hint = "" if debug else "; --debug shows where"
+        fail(f"internal error: {type(error).__name__}: {error}{hint}")
+        return 1
+
+
+def start(action: Callable[[str, list[str]], int], fallback: str) -> NoReturn:
+    """Run an entry point with the process's arguments and exit."""
+    arguments = sys.argv[1:]
+    program = Path(sys.argv[0]).name if sys.argv[0].endswith(fallback) else fallback
+    sys.exit(guarded(lambda: action(program, arguments), "--debug" in arguments))
+
+
+def main() -> NoReturn:
+    """`blade_llm`."""
+    start(dispatch, "blade_llm")
+
+
+def server() -> NoReturn:
+    """`blade_llm_server`: `blade_llm serve` under BladeLLM's name."""
+    start(lambda program, arguments: run_command("serve", program, arguments), "blade_llm_server")
+
+
+def check() -> NoReturn:
+    """`blade_llm_check`: `blade_llm check` under BladeLLM's name."""
+    start(lambda program, arguments: run_command("check", program, arguments), "blade_llm_check")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""`blade_llm generate`: answer a file of prompts with an engine in this process."""
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import msgspec
+
+from bladellm_runtime import LLM
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.errors import ConfigError, ParameterError
+from bladellm_runtime.llm import Completion, GenerateOutput
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.wire.messages import EngineStats
+from bladellm_tools.console import fail, is_terminal
+from bladellm_tools.generate_args import GenerateArgs
+from bladellm_tools.prompts import PromptLine, open_output, read_prompts
+
+WINDOW = 4096
+"""Prompts handed to the engine at once: answers are written, and survive a crash, a window at a time."""
+
+
+def run(args: GenerateArgs, engine: EngineArgs) -> int:
+    """Read, generate, write. Returns 1 when a prompt could not be answered, else 0."""
+    if not engine.model:
+        raise ConfigError("--model is missing; give a model folder or a hub id")
+    params = sampling_params(args)
+    prompts = read_prompts(args.input, args.input_format)
+    with open_output(args.output) as file, LLM(**dataclasses.asdict(engine)) as llm:
+        started, before = time.monotonic(), llm.stats()
+        with progress(llm, len(prompts) * params.n):
+            failures = answer(llm, prompts, params, file)
+        report(before, llm.stats(), len(prompts), time.monotonic() - started)
+    for line, error in failures[:1]:
+        fail(f"{len(failures)} of {len(prompts) * params.n} answers failed; the first, of line {line}: {error}")
+    return int(bool(failures))
+
+
+def sampling_params(args: GenerateArgs) -> SamplingParams:
+    """The flags as `SamplingParams`. Raises `ConfigError` naming the flag."""
+    names = {item.name for item in dataclasses.fields(SamplingParams)}
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        return SamplingParams(**values)
+    except ParameterError as error:
+        raise ConfigError(f"--{error}") from error
+
+
+def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: TextIO) -> list[tuple[int, str]]:
+    """Generate and write all answers; returns (line, error) of those that failed."""
+    failures: list[tuple[int, str]] = []
+    for start in range(0, len(prompts), WINDOW):
+        window = prompts[start : start + WINDOW]
+        outputs = llm.generate([item.prompt for item in window], params)
+        for item, output in zip(window, outputs, strict=True):
+            file.write(to_json(item, output) + "\n")
+            failures += [(item.line, choice.error) for choice in output.outputs if choice.error is not None]
+        file.flush()
+    return failures
+
+
+def to_json(item: PromptLine, output: GenerateOutput) -> str:
+    """One line of the answers: the object's other keys, the prompt, and its choices."""
+    content = {**item.extra, "prompt": item.prompt, "outputs": [_choice(choice) for choice in output.outputs]}
+    if output.prompt_logprobs is not None:
+        content["prompt_logprobs"] = output.prompt_logprobs
+    return msgspec.json.encode(content).decode()
+
+
+def _choice(choice: Completion) -> dict[str, Any]:
+    values = {item.name: getattr(choice, item.name) for item in dataclasses.fields(choice)}
+    optional = ("stop_reason", "logprobs", "error")
+    return {name: value for name, value in values.items() if value is not None or name not in optional}
+
+
+def report(before: EngineStats, after: EngineStats, prompts: int, seconds: float) -> None:
+    """Counts and speed on standard error, apart from the answers."""
+    read = after.prompt_tokens - before.prompt_tokens
+    written = after.generated_tokens - before.generated_tokens
+    print(
+        f"{prompts} prompts, {read} prompt tokens, {written} generated tokens in {seconds:.2f} s: "
+        f"{written / max(seconds, 1e-9):,.1f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+@contextlib.contextmanager
+def progress(llm: LLM, answers: int) -> Iterator[None]:
+    """On a terminal show the tokens generated so far while the body runs; elsewhere nothing."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    from rich.console import Console
+
+    done = threading.Event()
+    with Console(stderr=True).status(f"{answers} answers") as status:
+
+        def watch() -> None:
+            while not done.wait(0.25):
+                stats = llm.stats()
+                status.update(f"{stats.generated_tokens:,} tokens, {stats.running} running, {stats.waiting} waiting")
+
+        watcher = threading.Thread(target=watch, name="progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()

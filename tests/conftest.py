@@ -1,0 +1,35 @@
+"""Options and fixtures every test shares."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "recipes" / "models" / "demo"
+TESTBED = ROOT.parent / "shared" / "testbed"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device of the engines under test")
+    parser.addoption("--testbed", default=str(TESTBED), help="folder with the larger trained models")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the engines under test run: `--device cpu` (default) or `cuda`."""
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The small trained Llama that the repository ships."""
+    return DEMO
+
+
+@pytest.fixture(scope="session")
+def target_model(request: pytest.FixtureRequest) -> Path:
+    """A 26M-parameter trained Llama kept beside the checkout; the test skips where it is absent."""
+    folder = Path(request.config.getoption("--testbed")) / "target"
+    if not (folder / "config.json").exists():
+        pytest.skip("the testbed's target model is not beside the checkout")
+    return folder

@@ -1,0 +1,64 @@
+"""transformers' own generation, the independent reference of the engine tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPTS = (
+    "It is a truth universally acknowledged, that a single man",
+    "The",
+    "def quicksort(items):\n    ",
+    "Question: Natalia sold 48 clips in April and half as many in May. How many clips did she sell?\nAnswer:",
+    "In the beginning of the year 1805, when the great war",
+    "This PEP proposes a new syntax for",
+    "“I do not know,” said the captain, “whether the ship",
+    "The ownership rules of Rust are:",
+    "Once upon a time, in a village by the sea, there lived an old woman who had three sons. The eldest",
+    "1, 2, 3, 4, 5, 6, 7,",
+)
+
+
+@cache
+def load(folder: Path, device: str = "cpu") -> tuple[AutoModelForCausalLM, AutoTokenizer]:
+    """Model in float32 and tokenizer, loaded once a test run."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@torch.inference_mode()
+def greedy(folder: Path, prompt: list[int], tokens: int, device: str = "cpu") -> list[int]:
+    """The `tokens` most likely continuation tokens, end-of-text ignored."""
+    model, _ = load(folder, device)
+    ids = torch.tensor([prompt], device=device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=3,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of the next token after each prefix, float32 [len(ids), vocab]."""
+    model, _ = load(folder)
+    return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with `count` torch threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,112 @@
+"""Greedy output equals transformers', whatever the engine does to get there."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from bladellm_runtime import LLM, SamplingParams
+from tests.engine import reference
+
+TOKENS = 64
+
+WAYS = {
+    "overlap": {},
+    "no overlap": {"disable_overlap": True},
+    "chunks of 7": {"prefill_chunk_tokens": 7},
+    "chunks of 7, no overlap": {"prefill_chunk_tokens": 7, "disable_overlap": True},
+    "relocating": {"kv_arena": "relocating"},
+    "steps of 32 tokens": {"ragged_flash_max_batch_tokens": 32},
+}
+
+
+@cache
+def expected(folder: Path) -> dict[str, list[int]]:
+    _, tokenizer = reference.load(folder)
+    return {prompt: reference.greedy(folder, tokenizer.encode(prompt), TOKENS) for prompt in reference.PROMPTS}
+
+
+def greedy_params() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+def run(folder: Path, prompts: list[str], device: str, **options) -> tuple[list[list[int]], int]:
+    with LLM(str(folder), dtype="float32", device=device, **({"kv_cache_gib": 0.25} | options)) as llm:
+        outputs = llm.generate(prompts, greedy_params())
+        return [output.outputs[0].token_ids for output in outputs], llm.stats().preemptions
+
+
+def assert_equal(folder: Path, prompts: list[str], found: list[list[int]]) -> None:
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == expected(folder)[prompt], prompt
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_of_16_equals_transformers(demo_model, device, way):
+    prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
+    found, _ = run(demo_model, prompts, device, **WAYS[way])
+    assert_equal(demo_model, prompts, found)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_prompt_alone_equals_transformers(demo_model, device, overlap):
+    with LLM(
+        str(demo_model), dtype="float32", device=device, kv_cache_gib=0.1, disable_overlap=not overlap
+    ) as llm:
+        for prompt in reference.PROMPTS:
+            output = llm.generate([prompt], greedy_params())[0]
+            assert_equal(demo_model, [prompt], [output.outputs[0].token_ids])
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_overlap": True}, {"prefill_chunk_tokens": 7}, {"kv_arena": "relocating"}])
+def test_preemption_does_not_change_tokens(demo_model, device, options):
+    """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""
+    prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
+    token_bytes = 4 * 2 * 2 * 32 * 4
+    gib = 320 * token_bytes / 1024**3
+    found, preemptions = run(demo_model, prompts, device, max_model_len=160, kv_cache_gib=gib, **options)
+    assert preemptions > 0
+    assert_equal(demo_model, prompts, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_target_model_equals_transformers(target_model, device, way):
+    prompts = list(reference.PROMPTS)
+    found, _ = run(target_model, prompts, device, **WAYS[way])
+    assert_equal(target_model, prompts, found)
+
+
+def test_target_model_alone_and_together(target_model, device):
+    prompts = list(reference.PROMPTS[:3])
+    together, _ = run(target_model, prompts, device)
+    assert_equal(target_model, prompts, together)
+
+
+def test_logprobs_equal_transformers(demo_model, device):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=3)
+    with LLM(str(demo_model), dtype="float32", device=device, kv_cache_gib=0.1, prefill_chunk_tokens=7) as llm:
+        output = llm.generate([reference.PROMPTS[3]], params)[0]
+    choice = output.outputs[0]
+    ids = output.prompt_token_ids + choice.token_ids
+    wanted = reference.logprobs(demo_model, ids)
+    entries = [*output.prompt_logprobs, *choice.logprobs]
+    assert len(entries) == len(ids) - 1
+    for position, entry in enumerate(entries):
+        assert entry.token_ids[0] == ids[position + 1]
+        row = wanted[position]
+        torch.testing.assert_close(
+            torch.tensor(entry.logprobs), row[torch.tensor(entry.token_ids)], atol=2e-4, rtol=0
+        )
+        best = row.topk(len(entry.token_ids) - 1)
+        torch.testing.assert_close(torch.tensor(entry.logprobs[1:]), best.values, atol=2e-4, rtol=0)
+
+
+def test_seed_repeats_whatever_the_batch(demo_model, device):
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=1234, max_tokens=24, ignore_eos=True, n=2)
+    with LLM(str(demo_model), dtype="float32", device=device, kv_cache_gib=0.25) as llm:
+        alone = llm.generate([reference.PROMPTS[0]], params)[0]
+        crowd = llm.generate([*reference.PROMPTS[1:], reference.PROMPTS[0]], params)[-1]
+    assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in crowd.outputs]
+    assert alone.outputs[0].token_ids != alone.outputs[1].token_ids

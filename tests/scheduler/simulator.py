@@ -1,0 +1,341 @@
+"""A model without a model: executes step plans on a fake KV store and checks each of them as a device would suffer it.
+
+Its next token is a hash of all tokens in the KV store up to the query, so a wrong plan changes the stream.
+"""
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.spec import KvGroup, KvSpec
+from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult
+from bladellm_runtime.scheduler.scheduler import Scheduler
+from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogprobs
+
+VOCAB = 24
+EOS = frozenset({0, 1})
+POISON = 23
+"""Sampling this token stands for logits that are not finite."""
+
+
+def spec_of(granule_tokens: int, num_granules: int, num_slots: int, max_tokens: int = 64) -> KvSpec:
+    return KvSpec((KvGroup((0,), 1),), granule_tokens, num_granules, num_slots, -(-max_tokens // granule_tokens) * granule_tokens)
+
+
+def limits_of(max_batch_tokens: int = 64, prefill_chunk_tokens: int = 64, max_model_len: int = 64) -> SchedulerLimits:
+    return SchedulerLimits(max_batch_tokens, prefill_chunk_tokens, max_model_len, EOS, VOCAB)
+
+
+def fold(state: int, token: int) -> int:
+    """The hidden state after one more token."""
+    return zlib.crc32(token.to_bytes(4, "little"), state)
+
+
+def sample(state: int, generated: int, params: SamplingParams) -> int:
+    """The next token from a hidden state; -1 for logits that are not finite."""
+    token = state % VOCAB
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS)
+    while generated < params.min_tokens and token in stops:
+        token += 1
+    return -1 if token == POISON else token
+
+
+def answer_limit(request: AddRequest, limits: SchedulerLimits, spec: KvSpec) -> int:
+    """Most tokens a request may generate: counted by trying, not by the scheduler's formula."""
+    asked = request.params.max_tokens
+    count = 0
+    while asked is None or count < asked:
+        kv_tokens = len(request.prompt) + count
+        if kv_tokens + 1 > limits.max_model_len or spec.granules(kv_tokens) > spec.num_granules or kv_tokens > spec.max_tokens:
+            break
+        count += 1
+    return count
+
+
+def expected_answer(request: AddRequest, limits: SchedulerLimits, spec: KvSpec) -> tuple[list[int], FinishReason]:
+    """The tokens and the end of a request that runs alone and undisturbed."""
+    params, tokens, state = request.params, [], 0
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS)
+    for token in request.prompt:
+        state = fold(state, token)
+    for _ in range(answer_limit(request, limits, spec)):
+        token = sample(state, len(tokens), params)
+        if token < 0:
+            return tokens, FinishReason.ERROR
+        tokens.append(token)
+        if token in stops and len(tokens) > params.min_tokens:
+            return tokens, FinishReason.STOP
+        state = fold(state, token)
+    return tokens, FinishReason.LENGTH
+
+
+@dataclass
+class FakeDevice:
+    """Slots with KV positions, each `(generation, hidden state)`; `requests` by id say what a load must agree with."""
+
+    limits: SchedulerLimits
+    spec: KvSpec
+    requests: dict[int, AddRequest]
+    granules: dict[int, int] = field(default_factory=dict)
+    kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    loads: dict[int, SlotLoad] = field(default_factory=dict)
+    last_token: dict[int, int] = field(default_factory=dict)
+    in_flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Run a plan at once, as the device's order allows, keeping its result from the scheduler."""
+        self._check_shape(plan)
+        self._apply_memory(plan)
+        for load in plan.loads:
+            self._load(load)
+        rows = [self._run_row(plan, row) for row in range(len(plan.slots))]
+        tokens, logprobs, prompt_logprobs = (list(column) for column in zip(*rows, strict=True))
+        self.in_flight.append((plan, StepResult(tokens, logprobs, prompt_logprobs)))
+
+    def collect(self) -> tuple[StepPlan, StepResult]:
+        return self.in_flight.popleft()
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        count = len(plan.slots)
+        assert count > 0
+        assert [len(x) for x in (plan.generations, plan.starts, plan.query_lens, plan.samples)] == [count] * 4
+        assert len(set(plan.slots)) == count, "a slot has two rows"
+        assert sum(plan.query_lens) <= self.limits.max_batch_tokens
+        assert all(plan.query_lens[row] == 1 and plan.samples[row] for row in range(plan.num_decode))
+        assert all(1 <= n <= self.limits.prefill_chunk_tokens for n in plan.query_lens[plan.num_decode :])
+        assert {load.slot for load in plan.loads} <= set(plan.slots[plan.num_decode :]), "a load without its first rows"
+        for earlier, _ in self.in_flight:
+            for mine, theirs in ((plan, earlier), (earlier, plan)):
+                for name in ("slots", "generations", "starts", "query_lens", "samples", "loads", "maps", "unmaps"):
+                    assert getattr(mine, name) is not getattr(theirs, name), "a list is shared between steps"
+
+    def _apply_memory(self, plan: StepPlan) -> None:
+        for slot, granules in plan.unmaps:
+            assert granules < self.granules.get(slot, 0)
+            for earlier, _ in self.in_flight:
+                for row, other in enumerate(earlier.slots):
+                    end = earlier.starts[row] + earlier.query_lens[row]
+                    assert other != slot or self.spec.granules(end) <= granules, "unmapped under a step in flight"
+            self.granules[slot] = granules
+            kept = granules * self.spec.granule_tokens
+            self.kv = {key: value for key, value in self.kv.items() if key[0] != slot or key[1] < kept}
+        for slot, granules in plan.maps:
+            assert granules > self.granules.get(slot, 0)
+            self.granules[slot] = granules
+            assert sum(self.granules.values()) <= self.spec.num_granules, "more granules are mapped than exist"
+
+    def _load(self, load: SlotLoad) -> None:
+        assert all(load.slot not in earlier.slots for earlier, _ in self.in_flight), "slot reused under a step in flight"
+        previous = self.loads.get(load.slot)
+        assert previous is None or load.generation > previous.generation
+        request = self.requests[load.choice]
+        assert load.prompt_len == len(request.prompt)
+        assert load.token_ids[: load.prompt_len] == request.prompt
+        assert load.params is request.params
+        self.loads[load.slot] = load
+        self.last_token[load.slot] = -99
+
+    def _run_row(self, plan: StepPlan, row: int) -> tuple[int | None, TokenLogprobs | None, list[TokenLogprobs] | None]:
+        slot, generation, start, count = plan.slots[row], plan.generations[row], plan.starts[row], plan.query_lens[row]
+        load = self.loads[slot]
+        assert generation == load.generation
+        self._check_extent(load, start, count)
+        if row < plan.num_decode:
+            queries = [self.last_token[slot]]
+            assert queries[0] >= 0, "a decode row reads a token that was never sampled"
+            assert start >= len(load.token_ids)
+        else:
+            queries = load.token_ids[start : start + count]
+        assert len(queries) == count
+        state = self._state_before(slot, generation, start)
+        for position, token in enumerate(queries, start):
+            state = fold(state, token)
+            self.kv[slot, position] = (generation, state)
+        scores = self._prompt_scores(load, start, count) if row >= plan.num_decode else None
+        if not plan.samples[row]:
+            return None, None, scores
+        token = sample(state, start + count - load.prompt_len, load.params)
+        # Non-finite logits still feed some token to the steps in flight.
+        self.last_token[slot] = max(token, 0)
+        wanted = load.params.logprobs is not None
+        return token, TokenLogprobs([token], [float(start + count)]) if wanted else None, scores
+
+    def _check_extent(self, load: SlotLoad, start: int, count: int) -> None:
+        end = start + count
+        assert end <= self.granules.get(load.slot, 0) * self.spec.granule_tokens, "a row exceeds the mapped granules"
+        answer = answer_limit(self.requests[load.choice], self.limits, self.spec)
+        assert end <= load.prompt_len + max(answer - 1, 0), "a token is planned that can never be used"
+
+    def _state_before(self, slot: int, generation: int, start: int) -> int:
+        """The hidden state at `start`, after checking that every earlier position was written, and none beyond."""
+        prefix = [self.kv.get((slot, position), (0, 0)) for position in range(start)]
+        assert all(written == generation for written, _ in prefix), "the KV prefix is incomplete or another request's"
+        assert self.kv.get((slot, start), (0, 0))[0] != generation, "a position is written twice"
+        return prefix[-1][1] if prefix else 0
+
+    def _prompt_scores(self, load: SlotLoad, start: int, count: int) -> list[TokenLogprobs] | None:
+        if load.params.prompt_logprobs is None:
+            return None
+        targets = range(start + 1, min(start + count + 1, load.prompt_len))
+        return [TokenLogprobs([load.token_ids[p]], [float(p)]) for p in targets]
+
+
+class Simulation:
+    """A scheduler and a fake device with up to `depth` steps in flight, and what the front end got from them.
+
+    Request ids count up in arrival order; `choice` repeats them so that loads can be told apart.
+    """
+
+    def __init__(self, limits: SchedulerLimits, spec: KvSpec, depth: int = 1) -> None:
+        self.limits, self.spec, self.depth = limits, spec, depth
+        self.memory = KvAccounting(spec)
+        self.now = 0.0
+        self.scheduler = Scheduler(limits, self.memory, clock=lambda: self.now)
+        self.requests: dict[int, AddRequest] = {}
+        self.deltas: dict[int, list[RequestDelta]] = {}
+        self.aborted: set[int] = set()
+        self.loaded: list[int] = []
+        self.protected: set[int] = set()
+        self.device = FakeDevice(limits, spec, self.requests)
+
+    @property
+    def live(self) -> list[int]:
+        return [i for i, deltas in self.deltas.items() if not deltas or deltas[-1].finish is None]
+
+    def add(self, prompt: list[int], **params: object) -> int:
+        request_id = len(self.requests)
+        request = AddRequest(request_id, prompt, SamplingParams(**params), request_id, self.now)
+        self.requests[request_id] = request
+        self.deltas[request_id] = []
+        refusal = self.scheduler.add(request)
+        if refusal is not None:
+            self._receive([refusal])
+        return request_id
+
+    def abort(self, request_ids: list[int]) -> list[RequestDelta]:
+        expected = [i for i in request_ids if i in self.live]
+        deltas = self.scheduler.abort(request_ids)
+        assert [delta.request_id for delta in deltas] == expected
+        assert all(delta.finish is FinishReason.ABORT and not delta.tokens for delta in deltas)
+        self.aborted |= set(expected)
+        self._receive(deltas)
+        return deltas
+
+    def launch(self) -> StepPlan | None:
+        """Plan and launch a step, if one more may be in flight and there is one."""
+        if len(self.device.in_flight) == self.depth:
+            return None
+        self.now += 1.0
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert self.device.in_flight or not self.live, "requests wait, nothing runs: stalled"
+            return None
+        self._check_order(plan)
+        self.device.launch(plan)
+        return plan
+
+    def complete(self) -> list[RequestDelta]:
+        """Complete the oldest step in flight, if any."""
+        if not self.device.in_flight:
+            return []
+        self.now += 1.0
+        deltas = self.scheduler.complete(*self.device.collect(), self.now)
+        self._receive(deltas)
+        return deltas
+
+    def step(self) -> list[RequestDelta]:
+        """What the engine loop does: launch, then complete if as many are in flight as may be, or none was launched."""
+        plan = self.launch()
+        return self.complete() if plan is None or len(self.device.in_flight) == self.depth else []
+
+    def finish(self) -> int:
+        """Step until idle; returns the steps taken, fails if that takes longer than without starvation."""
+        # Each request in its turn is the oldest; then it waits at most for those that fill the step now, prefills and
+        # decodes token by token, and loses at most `depth` steps to each growth.
+        bound = 10 + len(self.live) * self.limits.max_model_len * (3 + 2 * self.depth)
+        steps = 0
+        while not self.scheduler.idle:
+            self.step()
+            steps += 1
+            assert steps <= bound, "starvation"
+        self.check_all()
+        return steps
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [token for delta in self.deltas[request_id] for token in delta.tokens]
+
+    def check(self) -> None:
+        """What holds between any two calls."""
+        self.scheduler.check()
+        assert self.scheduler.has_work == bool(self.live)
+        stats = self.scheduler.stats(self.now)
+        assert stats.running + stats.waiting == len(self.live)
+        assert stats.kv_granules_used <= stats.kv_granules
+        if self.scheduler.idle:
+            assert self.memory.used == 0
+            assert self.memory.live == 0
+
+    def check_all(self) -> None:
+        """Every request ended once, with the answer it would have had alone."""
+        self.check()
+        assert not self.live
+        for request_id in self.requests:
+            self._check_answer(request_id)
+
+    def _check_answer(self, request_id: int) -> None:
+        request, deltas = self.requests[request_id], self.deltas[request_id]
+        assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+        if deltas[-1].error in ("context_length_exceeded", "invalid_request"):
+            assert len(deltas) == 1
+            return
+        tokens, finish = expected_answer(request, self.limits, self.spec)
+        got = self.tokens(request_id)
+        if request_id in self.aborted:
+            assert got == tokens[: len(got)]
+        else:
+            assert (got, deltas[-1].finish) == (tokens, finish)
+            assert (deltas[-1].error == "invalid_logits") == (finish is FinishReason.ERROR)
+        self._check_extras(request, deltas)
+
+    def _check_extras(self, request: AddRequest, deltas: list[RequestDelta]) -> None:
+        """Log-probabilities and the time of scheduling come once each, with the right delta."""
+        answered = [delta for delta in deltas if delta.finish is not FinishReason.ABORT]
+        assert all(delta.scheduled_at is None and delta.prompt_logprobs is None for delta in answered[1:])
+        for delta in answered[:1]:
+            assert request.arrival < delta.scheduled_at <= self.now
+            positions = [p.logprobs[0] for p in delta.prompt_logprobs or []]
+            wanted = request.params.prompt_logprobs is not None
+            assert (delta.prompt_logprobs is not None) == wanted
+            assert positions == [float(p) for p in range(1, len(request.prompt)) if wanted]
+        entries = [entry for delta in deltas for entry in delta.logprobs or []]
+        if request.params.logprobs is None:
+            assert not entries
+        else:
+            positions = [float(len(request.prompt) + i) for i in range(len(entries))]
+            assert [e.logprobs[0] for e in entries] == positions
+            assert [e.token_ids[0] for e in entries] == self.tokens(request.request_id)
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """First come, first served; and what was once the oldest is never loaded again."""
+        live = self.live
+        for load in plan.loads:
+            assert load.choice in live, "an ended request is loaded"
+            assert load.choice not in self.protected, "the oldest was preempted"
+            if load.choice not in self.loaded:
+                assert all(load.choice > other for other in self.loaded), "a request overtook another"
+            self.loaded.append(load.choice)
+        if live and live[0] in self.loaded:
+            self.protected.add(live[0])
+        running = {slot: load.choice for slot, load in self.device.loads.items()}
+        running |= {load.slot: load.choice for load in plan.loads}
+        decodes = [running[slot] for slot in plan.slots[: plan.num_decode]]
+        assert decodes == sorted(decodes), "decode rows are not oldest first"
+        assert all(running[slot] in live for slot in plan.slots), "a row is planned for an ended request"
+
+    def _receive(self, deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            assert delta.request_id in self.live, "a delta after the terminal one"
+            self.deltas[delta.request_id].append(delta)

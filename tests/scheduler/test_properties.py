@@ -1,0 +1,123 @@
+"""Random requests, aborts, steps in flight and tiny memories: the plans stay correct and every answer the same."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bladellm_runtime.wire.messages import RequestDelta
+from tests.scheduler.simulator import VOCAB, Simulation, limits_of, spec_of
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
+max_tokens = st.one_of(st.none(), st.integers(0, 40))
+few_ids = st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple)
+maybe_count = st.sampled_from([None, None, 0, 2])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The engine loop in any order it could take, against the fake device."""
+
+    @initialize(
+        granule_tokens=st.integers(1, 5),
+        num_granules=st.integers(2, 24),
+        num_slots=st.integers(1, 5),
+        max_batch_tokens=st.integers(1, 16),
+        prefill_chunk_tokens=st.integers(1, 16),
+        max_model_len=st.integers(4, 40),
+        depth=st.integers(1, 2),
+    )
+    def start(
+        self, granule_tokens, num_granules, num_slots, max_batch_tokens, prefill_chunk_tokens, max_model_len, depth
+    ):
+        spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len)
+        self.sim = Simulation(limits_of(max_batch_tokens, prefill_chunk_tokens, max_model_len), spec, depth)
+
+    @rule(
+        prompt=prompts,
+        max_tokens=max_tokens,
+        min_tokens=st.integers(0, 3),
+        stop_token_ids=few_ids,
+        ignore_eos=st.booleans(),
+        logprobs=maybe_count,
+        prompt_logprobs=maybe_count,
+    )
+    def add(self, prompt, max_tokens, min_tokens, **params):
+        if max_tokens is not None:
+            min_tokens = min(min_tokens, max_tokens)
+        self.sim.add(prompt, max_tokens=max_tokens, min_tokens=min_tokens, **params)
+
+    @rule(prompt=st.sampled_from([[], [VOCAB], [3, -1], [2] * 41]))
+    def add_impossible(self, prompt):
+        assert self.sim.add(prompt) not in self.sim.live
+
+    @precondition(lambda self: self.sim.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        ids = st.integers(-1, len(self.sim.requests))
+        self.sim.abort(data.draw(st.lists(ids, min_size=1, max_size=3, unique=True)))
+
+    @rule()
+    def launch(self):
+        self.sim.launch()
+
+    @rule()
+    def complete(self):
+        self.sim.complete()
+
+    @rule(count=st.integers(1, 30))
+    def steps(self, count):
+        for _ in range(count):
+            self.sim.step()
+            self.sim.check()
+
+    @invariant()
+    def consistent(self):
+        if hasattr(self, "sim"):
+            self.sim.check()
+
+    def teardown(self):
+        if hasattr(self, "sim"):
+            self.sim.finish()
+
+
+quick = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = quick
+
+
+@pytest.mark.slow
+class TestSchedulerLong(SchedulerMachine.TestCase):
+    settings = settings(quick, max_examples=1000, stateful_step_count=50)
+
+
+def run_workload(seed: int, depth: int, *, granules: int, budget: int, chunk: int) -> tuple[list[list[RequestDelta]], int]:
+    """Requests that arrive over time; returns what each got, and the preemptions it took."""
+    draw = random.Random(seed)
+    sim = Simulation(limits_of(budget, chunk, 60), spec_of(3, granules, 6, 60), depth)
+    for _ in range(12):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))]
+        sim.add(prompt, max_tokens=draw.randint(1, 30), ignore_eos=draw.random() < 0.7, logprobs=0, prompt_logprobs=0)
+        for _ in range(draw.randint(0, 3)):
+            sim.step()
+            sim.check()
+    sim.finish()
+    return [sim.deltas[i] for i in sim.requests], sim.scheduler.stats(0.0).preemptions
+
+
+def streams(answers: list[list[RequestDelta]]) -> list[list[tuple]]:
+    return [[(d.tokens, d.finish, d.error, d.logprobs, d.prompt_logprobs) for d in deltas] for deltas in answers]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_overlap_chunks_and_preemption_do_not_change_a_stream(seed):
+    plain, preemptions = run_workload(seed, depth=1, granules=1000, budget=1000, chunk=1000)
+    assert preemptions == 0
+    total = 0
+    for depth in (1, 2, 3):
+        for budget, chunk in ((1000, 1000), (7, 1000), (1000, 2), (3, 3), (1, 1)):
+            crowded, preemptions = run_workload(seed, depth, granules=20, budget=budget, chunk=chunk)
+            assert streams(crowded) == streams(plain)
+            total += preemptions
+    assert total > 0, "the memory was meant to be too small"

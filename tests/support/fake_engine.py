@@ -1,0 +1,311 @@
+"""An engine without a model: it speaks the wire's messages, and its tokens are a pure function of prompt, choice and position.
+
+A prompt whose text holds a command makes it misbehave or say a given text:
+
+- `@fake:say:TEXT`            the tokens of TEXT (to the end of the line, or to `<|im_end|>`), then the end of the sequence
+- `@fake:error:CODE`          the request ends with this error before its first token
+- `@fake:error_after:N:CODE`  the same after N tokens
+- `@fake:die` / `@fake:hang`  the process ends at once / the loop stops for ever
+- `@fake:fail`                the engine reports `EngineFailed` and ends in order
+- `@fake:garbage`             one message that does not decode, then an ordinary answer
+- `@fake:slow_prefill:S`      S seconds pass in steps without a token before the first one
+
+Run as a process with `python -m tests.support.fake_engine`, it takes the launch line of a real engine.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.request import FinishReason
+from bladellm_runtime.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    RequestDelta,
+    Shutdown,
+    StepOutput,
+    TokenLogprobs,
+)
+from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
+
+DEMO_MODEL = Path(__file__).parents[2] / "recipes" / "models" / "demo"
+VOCAB_SIZE = 8192
+MAX_MODEL_LEN = 4096
+EOS = 2
+GRANULE_TOKENS = 16
+COMMAND = re.compile(r"@fake:(\w+)(?::([^\n<]*))?")
+
+
+@dataclass
+class FakeSettings:
+    """How fast and how large the fake engine is."""
+
+    step_seconds: float = 0.002
+    slots: int = 256
+    kv_tokens: int = 65536
+    heartbeat_seconds: float = 0.25
+    max_model_len: int = MAX_MODEL_LEN
+
+
+@dataclass
+class Running:
+    """A request with a slot."""
+
+    request: AddRequest
+    command: str
+    argument: str
+    scheduled_at: float
+    script: list[int] | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def granules(self) -> int:
+        return granules(len(self.request.prompt) + len(self.tokens))
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+
+
+@cache
+def words() -> list[int]:
+    """The tokens that are a space and ASCII letters: any sequence of them decodes to plain words."""
+    vocab = tokenizer().get_vocab()
+    return sorted(token for text, token in vocab.items() if re.fullmatch(r"Ġ[A-Za-z]+", text))
+
+
+def expected_tokens(prompt: list[int], count: int, choice: int = 0) -> list[int]:
+    """The tokens this engine generates for a prompt without a command."""
+    state = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in prompt)) ^ (choice * 0x9E3779B1)
+    return [words()[((state + 7919 * position) * 2654435761 >> 7) % len(words())] for position in range(count)]
+
+
+def expected_text(prompt: list[int], count: int, choice: int = 0) -> str:
+    """The text of `expected_tokens`, put together from the vocabulary, without a decoder."""
+    return "".join(tokenizer().id_to_token(token).replace("Ġ", " ") for token in expected_tokens(prompt, count, choice))
+
+
+def granules(tokens: int) -> int:
+    return -(-tokens // GRANULE_TOKENS)
+
+
+class FakeEngine:
+    """One engine's state; `run` is its loop."""
+
+    def __init__(self, port: EnginePort, settings: FakeSettings) -> None:
+        self._port = port
+        self._settings = settings
+        self._waiting: deque[AddRequest] = deque()
+        self._running: dict[int, Running] = {}
+        self._stats = EngineStats(slots=settings.slots, kv_granules=granules(settings.kv_tokens), granule_tokens=GRANULE_TOKENS)
+        self._stop = False
+
+    def run(self) -> None:
+        self._port.send(fake_ready(self._settings))
+        while not self._stop:
+            idle = not self._running and not self._waiting
+            deltas = self._receive(self._settings.heartbeat_seconds if idle else 0.0)
+            deltas += self._step()
+            self._port.send(StepOutput(deltas, self._reading()))
+            if self._running:
+                time.sleep(self._settings.step_seconds)
+
+    def _receive(self, timeout: float) -> list[RequestDelta]:
+        deltas = []
+        for message in self._port.receive(timeout):
+            if isinstance(message, AddRequest):
+                self._waiting.append(message)
+            elif isinstance(message, AbortRequests):
+                deltas += [self._abort(request_id) for request_id in message.request_ids if self._knows(request_id)]
+            elif isinstance(message, Shutdown):
+                self._stop = True
+        return deltas
+
+    def _knows(self, request_id: int) -> bool:
+        return request_id in self._running or any(item.request_id == request_id for item in self._waiting)
+
+    def _abort(self, request_id: int) -> RequestDelta:
+        self._running.pop(request_id, None)
+        self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+        return RequestDelta(request_id, [], finish=FinishReason.ABORT)
+
+    def _step(self) -> list[RequestDelta]:
+        started = time.monotonic()
+        deltas = [delta for running in list(self._running.values()) if (delta := self._decode(running)) is not None]
+        deltas += self._admit()
+        if self._running or deltas:
+            self._stats.steps += 1
+            self._stats.step_seconds += time.monotonic() - started + self._settings.step_seconds
+        return deltas
+
+    def _admit(self) -> list[RequestDelta]:
+        refused = []
+        while self._waiting and len(self._running) < self._settings.slots:
+            request = self._waiting[0]
+            if granules(len(request.prompt) + (request.params.max_tokens or 0)) > self._stats.kv_granules:
+                refused.append(self._waiting.popleft())
+                continue
+            if self._used() + granules(len(request.prompt) + (request.params.max_tokens or 0)) > self._stats.kv_granules:
+                break
+            self._waiting.popleft()
+            self._start(request)
+        return [RequestDelta(item.request_id, [], FinishReason.ERROR, "context_length_exceeded") for item in refused]
+
+    def _start(self, request: AddRequest) -> None:
+        found = COMMAND.search(tokenizer().decode(request.prompt[-512:], skip_special_tokens=False))
+        command, argument = (found.group(1), found.group(2) or "") if found else ("", "")
+        running = Running(request, command, argument, time.monotonic())
+        if command == "say":
+            running.script = [*tokenizer().encode(argument, add_special_tokens=False).ids, EOS]
+        self._stats.prompt_tokens += len(request.prompt)
+        self._running[request.request_id] = running
+        self._misbehave(running)
+
+    def _misbehave(self, running: Running) -> None:
+        if running.command == "die":
+            os._exit(9)
+        elif running.command == "hang":
+            threading.Event().wait()
+        elif running.command == "garbage":
+            self._port.send_frame(b"\xc1 not msgpack")
+        elif running.command == "fail":
+            self._port.send(EngineFailed("the fake engine was told to fail", 3))
+            self._stop = True
+
+    def _decode(self, running: Running) -> RequestDelta | None:
+        error = self._error(running)
+        if error is not None:
+            return self._end(running, [], FinishReason.ERROR, error)
+        if running.command == "slow_prefill" and time.monotonic() < running.scheduled_at + float(running.argument):
+            return None
+        params, position = running.request.params, len(running.tokens)
+        if params.max_tokens == 0:
+            return self._end(running, [], FinishReason.LENGTH, None)
+        token = self._next_token(running, position)
+        running.tokens.append(token)
+        self._stats.generated_tokens += 1
+        room = self._settings.max_model_len - len(running.request.prompt)
+        if self._stops(running, token):
+            return self._end(running, [token], FinishReason.STOP, None)
+        if len(running.tokens) >= min(params.max_tokens or room, room):
+            return self._end(running, [token], FinishReason.LENGTH, None)
+        return self._delta(running, [token], None, None)
+
+    def _next_token(self, running: Running, position: int) -> int:
+        if running.script is not None:
+            return running.script[min(position, len(running.script) - 1)]
+        return expected_tokens(running.request.prompt, position + 1, running.request.choice)[-1]
+
+    def _stops(self, running: Running, token: int) -> bool:
+        params = running.request.params
+        if len(running.tokens) < params.min_tokens:
+            return False
+        return token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+
+    def _error(self, running: Running) -> str | None:
+        if running.command == "error":
+            return running.argument
+        if running.command == "error_after":
+            count, code = running.argument.split(":")
+            return code if len(running.tokens) >= int(count) else None
+        return None
+
+    def _end(self, running: Running, tokens: list[int], finish: FinishReason, error: str | None) -> RequestDelta:
+        del self._running[running.request.request_id]
+        return self._delta(running, tokens, finish, error)
+
+    def _delta(
+        self, running: Running, tokens: list[int], finish: FinishReason | None, error: str | None
+    ) -> RequestDelta:
+        params, first = running.request.params, len(running.tokens) == len(tokens)
+        delta = RequestDelta(running.request.request_id, tokens, finish, error)
+        if first:
+            delta.scheduled_at = running.scheduled_at
+            if params.prompt_logprobs is not None:
+                delta.prompt_logprobs = [fake_logprobs(t, params.prompt_logprobs) for t in running.request.prompt[1:]]
+        if params.logprobs is not None:
+            delta.logprobs = [fake_logprobs(token, params.logprobs) for token in tokens]
+        return delta
+
+    def _used(self) -> int:
+        return sum(running.granules for running in self._running.values())
+
+    def _reading(self) -> EngineStats:
+        self._stats.time = time.monotonic()
+        self._stats.running = len(self._running)
+        self._stats.waiting = len(self._waiting)
+        self._stats.kv_granules_used = self._used()
+        return self._stats
+
+
+def fake_logprobs(token: int, count: int) -> TokenLogprobs:
+    """The token at -0.25, which is also the most likely one, and `count - 1` others below it."""
+    others = [words()[(token + rank) % len(words())] for rank in range(1, count)]
+    best = [token, *others][:count]
+    return TokenLogprobs([token, *best], [-0.25, *(-0.25 - rank for rank in range(count))])
+
+
+def fake_ready(settings: FakeSettings) -> EngineReady:
+    return EngineReady(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=settings.max_model_len,
+        kv_tokens=settings.kv_tokens,
+        eos_token_ids=[EOS, 0],
+        device="fake",
+        dtype="none",
+        memory=[],
+        phases=[],
+    )
+
+
+def run_fake_engine(port: EnginePort, settings: FakeSettings | None = None) -> None:
+    """Serve one front end until it says `Shutdown` or is gone."""
+    tokenizer(), words()
+    try:
+        FakeEngine(port, settings or FakeSettings()).run()
+    except FrontEndGone:
+        return
+
+
+def exit_with_front_end() -> None:
+    """End this process when its standard input ends."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", type=json.loads, default={})
+    options = parser.parse_args()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline())
+    args = msgspec.convert(launch["args"], EngineArgs)
+    settings = FakeSettings(**{"slots": args.max_running_requests, **options.settings})
+    if args.max_model_len is not None:
+        settings.max_model_len = args.max_model_len
+    threading.Thread(target=exit_with_front_end, daemon=True).start()
+    port = EnginePort(launch["address"])
+    run_fake_engine(port, settings)
+    port.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""A whole server in a process of its own, on a free port, for tests that talk to it over HTTP."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.fake_engine import DEMO_MODEL, expected_text, tokenizer
+
+FAKE_COMMAND = [sys.executable, "-m", "tests.support.fake_engine"]
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 90.0
+
+
+def fake_command(**settings: Any) -> list[str]:
+    """The command of a fake engine with these `FakeSettings`."""
+    return [*FAKE_COMMAND, "--settings", json.dumps(settings)]
+
+
+def until(condition: Callable[[], Any], seconds: float = 5.0, what: str = "the condition") -> Any:
+    """Poll until `condition()` is true, and return its value; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come about within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+class LiveServer:
+    """Starts a server on port 0 and stops it on leaving the `with` block.
+
+    `engine` is "fake", "real" (the runtime's own engine on the demo model) or an engine command. `args` are fields of
+    `ServingArgs`.
+    """
+
+    def __init__(self, engine: str | list[str] = "fake", *, wrapper: list[str] | None = None, **args: Any) -> None:
+        self.fake = engine != "real"
+        self._command = FAKE_COMMAND if engine == "fake" else None if engine == "real" else list(engine)
+        self._args = {"port": 0, "model": str(DEMO_MODEL), "served_model_name": ["demo"], **args}
+        self._wrapper = wrapper or []
+        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in stop()
+        self._process: subprocess.Popen[str]
+        self.url = ""
+        self.engine_pid: int | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def start(self) -> None:
+        launch = json.dumps({"args": self._args, "command": self._command})
+        self._process = subprocess.Popen(
+            [*self._wrapper, sys.executable, "-m", "tests.support.live", launch],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the server did not start:\n{self.log()}"
+        told = json.loads(line)
+        self.url, self.engine_pid = told["url"], told["engine_pid"]
+
+    def log(self) -> str:
+        """What the server and its engine have written to standard error."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """The exit code, once the server has ended by itself."""
+        return self._process.wait(seconds)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self, seconds: float = 15.0) -> int:
+        """SIGTERM, wait, and clean up; returns the exit code."""
+        if self.running:
+            self.signal(signal.SIGTERM)
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            if not self._log.closed:
+                self._log.close()
+
+    def request(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str | None = None,
+        headers: dict[str, str] | None = None,
+        timeout: float = 30.0,
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """One request; returns status, body and headers (names in lower case). A `body` that is not bytes goes as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, method=method)
+        if data is not None:
+            request.add_header("Content-Type", "application/json")
+        for name, value in (headers or {}).items():
+            request.add_header(name, value)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, response.read(), {k.lower(): v for k, v in response.headers.items()}
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(), {k.lower(): v for k, v in error.headers.items()}
+
+    def json(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+        """`request`, with the answer parsed as JSON."""
+        status, answer, _ = self.request(path, body, **options)
+        return status, json.loads(answer)
+
+    def stream(self, path: str, body: dict[str, Any], timeout: float = 30.0) -> list[dict[str, Any]]:
+        """A streamed request to its end: the events' objects; asserts status 200 and exactly one closing `[DONE]`."""
+        status, answer, headers = self.request(path, {**body, "stream": True}, timeout=timeout)
+        assert status == 200, answer
+        assert headers["content-type"].startswith("text/event-stream")
+        return events(answer)
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of /metrics by sample name, summed over its labels except `le`."""
+        status, text, _ = self.request("/metrics")
+        assert status == 200, text
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return values
+
+    def gauges(self) -> tuple[float, float, float]:
+        """Requests running, requests waiting, share of the KV cache in use."""
+        values = self.metrics()
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        running, waiting, used = (values[f"blade_llm:{name}"] for name in names)
+        return running, waiting, used
+
+    def open_fds(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def rss(self) -> int:
+        """Resident memory of the server process in bytes."""
+        with open(f"/proc/{self.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def events(answer: bytes) -> list[dict[str, Any]]:
+    """The objects of a server-sent event stream that ends, as it must, with one `[DONE]`."""
+    parts = answer.decode().split("\n\n")
+    assert parts[-1] == "", "the stream was cut inside an event"
+    lines = [part for part in parts[:-1] if not part.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines), answer
+    assert lines, "an empty stream"
+    assert lines[-1] == "data: [DONE]", answer[-200:]
+    assert "data: [DONE]" not in lines[:-1]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def completion_text(chunks: list[dict[str, Any]]) -> str:
+    """The text of a streamed completion with one choice."""
+    return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", []))
+
+
+def fake_answer(prompt: str, count: int, choice: int = 0) -> str:
+    """What the fake engine answers to a /v1/completions prompt."""
+    return expected_text(tokenizer().encode(prompt).ids, count, choice)
+
+
+def main() -> int:
+    """The server process: serve, and tell the parent the address in one line."""
+    from bladellm_runtime.config import ServingArgs
+    from bladellm_runtime.errors import UserError
+    from bladellm_runtime.server.lifecycle import serve
+
+    launch = json.loads(sys.argv[1])
+    args = ServingArgs(**launch["args"])
+
+    def on_ready(address: str, state: Any) -> None:
+        print(json.dumps({"url": address, "engine_pid": state.client.process_id}), flush=True)
+
+    try:
+        return serve(args, Path(args.model), engine_command=launch["command"], on_ready=on_ready)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

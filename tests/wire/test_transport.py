@@ -1,0 +1,162 @@
+"""The wire: what goes in comes out, what is not a message is dropped, and neither side can hang the other."""
+
+import dataclasses
+import os
+import stat
+import time
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.wire import transport
+from bladellm_runtime.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    RequestDelta,
+    Shutdown,
+    StepOutput,
+    TokenLogprobs,
+)
+from bladellm_runtime.wire.transport import EnginePort, FrontEndGone, open_socket, private_address
+
+ids = st.integers(0, 2**63 - 1)
+tokens = st.lists(st.integers(0, 2**31), max_size=20)
+logprobs = st.lists(
+    st.builds(TokenLogprobs, tokens, st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=5)), max_size=3
+)
+params = st.builds(
+    SamplingParams,
+    n=st.integers(1, 128),
+    max_tokens=st.none() | st.integers(1, 10**6),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.01, 1),
+    logit_bias=st.dictionaries(st.integers(0, 10**5), st.floats(-100, 100), max_size=5),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=20), max_size=4).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 10**5), max_size=5).map(tuple),
+    ignore_eos=st.booleans(),
+)
+requests = st.builds(AddRequest, ids, tokens, params, st.integers(0, 127), st.floats(0, 1e9))
+front_messages = requests | st.builds(AbortRequests, st.lists(ids, max_size=9)) | st.builds(Shutdown)
+deltas = st.builds(
+    RequestDelta,
+    ids,
+    tokens,
+    st.none() | st.sampled_from(FinishReason),
+    st.none() | st.text(max_size=20),
+    st.none() | logprobs,
+    st.none() | logprobs,
+    st.none() | st.floats(0, 1e9),
+)
+engine_messages = st.builds(StepOutput, st.lists(deltas, max_size=5), st.builds(EngineStats)) | st.builds(
+    EngineFailed, st.text(max_size=50), st.integers(1, 255)
+)
+
+
+@given(front_messages)
+def test_front_messages_survive_the_wire(message):
+    assert transport.decode_front_message(transport.encode(message)) == message
+
+
+@given(engine_messages)
+def test_engine_messages_survive_the_wire(message):
+    assert transport.decode_engine_message(transport.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300)
+def test_what_does_not_decode_is_dropped(frame):
+    for decode, union in (
+        (transport.decode_front_message, AddRequest | AbortRequests | Shutdown),
+        (transport.decode_engine_message, StepOutput | EngineReady | EngineFailed),
+    ):
+        try:
+            expected = msgspec.msgpack.decode(frame, type=union)
+        except msgspec.DecodeError:
+            expected = None
+        assert decode(frame) == expected
+
+
+def test_parameters_are_checked_again_on_arrival():
+    request = AddRequest(1, [1], SamplingParams(), 0, 0.0)
+    fields = dataclasses.asdict(request.params) | {"top_p": float("nan")}
+    frame = msgspec.msgpack.encode(["add", 1, [1], fields, 0, 0.0])
+    assert transport.decode_front_message(frame) is None
+
+
+@pytest.fixture
+def pair():
+    address, folder = private_address()
+    context = zmq.Context()
+    front = open_socket(context)
+    front.bind(address)
+    port = EnginePort(address)
+    yield front, port
+    front.close(linger=0)
+    port.close()
+    context.term()
+    folder.cleanup()
+
+
+def test_receive_takes_all_waiting_messages_in_order(pair):
+    front, port = pair
+    sent = [AbortRequests([number]) for number in range(50)]
+    for message in sent[:20]:
+        front.send(transport.encode(message))
+    front.send(b"\xc1 garbage")
+    for message in sent[20:]:
+        front.send(transport.encode(message))
+    received = []
+    while len(received) < len(sent):
+        batch = port.receive(2.0)
+        assert batch, "the rest never came"
+        received += batch
+    assert received == sent
+
+
+def test_receive_waits_no_longer_than_asked(pair):
+    _, port = pair
+    started = time.monotonic()
+    assert port.receive(0.0) == []
+    assert time.monotonic() - started < 0.05
+    assert port.receive(0.2) == []
+    assert 0.15 < time.monotonic() - started < 1.0
+
+
+def test_a_front_end_that_stops_reading_cannot_hang_the_engine(pair, monkeypatch):
+    front, port = pair
+    front.send(transport.encode(Shutdown()))
+    assert port.receive(2.0) == [Shutdown()]
+    monkeypatch.setattr(transport, "SEND_PATIENCE", 0.3)
+    started = time.monotonic()
+    filler = StepOutput([RequestDelta(1, list(range(500)))], EngineStats())
+    with pytest.raises(FrontEndGone):
+        for _ in range(20 * transport.HIGH_WATER_MARK):
+            port.send(filler)
+    assert time.monotonic() - started < 10
+
+
+def test_sending_to_nobody_ends_too(monkeypatch):
+    address, folder = private_address()
+    port = EnginePort(address)
+    monkeypatch.setattr(transport, "SEND_PATIENCE", 0.2)
+    with pytest.raises(FrontEndGone):
+        for _ in range(2 * transport.HIGH_WATER_MARK):
+            port.send(StepOutput([], EngineStats()))
+    port.close()
+    folder.cleanup()
+
+
+def test_the_address_lies_where_only_this_user_can_go():
+    address, folder = private_address()
+    path = address.removeprefix("ipc://")
+    assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+    assert len(path) < 108, "the kernel's limit of a socket path"
+    folder.cleanup()
