@@ -42,8 +42,8 @@ test-gpu: setup  ## tests of the GPU, then the others on it
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device cuda $(PYTEST_ARGS)
 
-bench-gpu: setup  ## offline throughput on the GPU
-	$(RUN) recipes/offline_throughput.py --device cuda
+bench-gpu: setup  ## tokens a second of 64 streams on the GPU, beside transformers
+	$(RUN) recipes/benchmarks/concurrent_streams.py --device cuda --dtype bfloat16
 
 lint: setup  ## style and types
 	$(RUN) -m ruff check $(SOURCES)

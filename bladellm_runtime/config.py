@@ -79,6 +79,9 @@ class EngineArgs:
     kv_arena: Literal["auto", "memfd", "relocating"] = flag(
         "auto", "RaggedAttention memory: memfd maps granules (CPU), relocating moves them (any device).", group="Engine"
     )
+    cpu_threads: int | None = flag(
+        None, "Threads of an engine on a CPU; default: all cores but one.", group="Engine", low=1, high=1024
+    )
     preempt_strategy: Literal["AUTO", "RECOMPUTE"] = flag(
         "AUTO", "What happens to the newest request when the KV cache is full; AUTO is RECOMPUTE.", group="Engine"
     )

@@ -119,8 +119,9 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParameterError(f"{name} must be a number, got {_shown(value)}", name)
-    # isfinite before any comparison: NaN passes both "<" and ">" tests.
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    # Finiteness is its own test: NaN passes both "<" and ">". A huge int cannot become a float to be tested.
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not finite or value < low or value > high or (open_low and value == low):
         bounds = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
         raise ParameterError(f"{name} must be {bounds}, got {_shown(value)}", name)
 

@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,16 +121,16 @@ def print_version() -> int:
     return 0
 
 
-def typer_callback(command: Command) -> Callable[..., int]:
-    """The function typer calls: one keyword a flag, None where the flag is not given."""
+def typer_callback(command: Command) -> Callable[..., dict[str, Any]]:
+    """The function typer calls with one keyword a flag, None where it is not given; returns the given values."""
 
-    def callback(**values: Any) -> int:
+    def callback(**values: Any) -> dict[str, Any]:
         given = {}
         for item in command.flags:
             value = values[identifier(item)]
             if value:
                 given[item.name] = item.convert(value if item.is_list else value[-1])
-        return command.execute(given)
+        return given
 
     parameters = [typer_parameter(item) for item in command.flags]
     callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -158,20 +158,6 @@ def typer_parameter(flag: Flag) -> inspect.Parameter:
     return inspect.Parameter(
         identifier(flag), inspect.Parameter.KEYWORD_ONLY, default=option, annotation=list[str] | None
     )
-
-
-def build_app(names: Sequence[str]) -> typer.Typer:
-    """A typer app of these commands."""
-    app = typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,
-    )
-    settings = {"help_option_names": ["-h", "--help"]}
-    for name in names:
-        command = COMMANDS[name]
-        register = app.command(name, cls=HelpfulCommand, help=command.summary, context_settings=settings)
-        register(typer_callback(command))
-    return app
 
 
 def umbrella_help(program: str) -> int:
@@ -202,10 +188,14 @@ def dispatch(program: str, arguments: list[str]) -> int:
 
 def run_command(name: str, program: str, arguments: list[str]) -> int:
     """Parse one command's arguments and run it. Returns the exit code."""
-    app = build_app([name])
-    command = typer.main.get_command(app)
-    result = command.main(args=normalise(arguments, COMMANDS[name].flags), prog_name=program, standalone_mode=False)
-    return int(result or 0)
+    command = COMMANDS[name]
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    settings = {"help_option_names": ["-h", "--help"]}
+    app.command(name, cls=HelpfulCommand, help=command.summary, context_settings=settings)(typer_callback(command))
+    parser = typer.main.get_command(app)
+    given = parser.main(args=normalise(arguments, command.flags), prog_name=program, standalone_mode=False)
+    # The command itself runs here, outside typer, which has its own mind about interrupts and broken pipes.
+    return command.execute(given) if isinstance(given, dict) else int(given or 0)
 
 
 def guarded(action: Callable[[], int], debug: bool) -> int:

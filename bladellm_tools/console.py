@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 RED, YELLOW, GREEN, BOLD, DIM = "31", "33", "32", "1", "2"
@@ -39,7 +40,7 @@ def gib(size: float) -> str:
     return f"{value:,.2f} GiB" if value >= 1 else f"{value:.4f} GiB"
 
 
-def table(rows: list[tuple[str, str]], indent: str = "  ") -> list[str]:
+def table(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
     """Two columns, names to the left and values to the right, as lines."""
     names = max((len(name) for name, _ in rows), default=0)
     values = max((len(value) for _, value in rows), default=0)

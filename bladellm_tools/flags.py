@@ -59,7 +59,7 @@ class Flag:
             wide = self.high >= ENDLESS
             parts.append(f"at least {number(self.low)}" if wide else f"{number(self.low)} to {number(self.high)}")
         if self.default not in (None, "", False, []):
-            parts.append(f"default {self.default}")
+            parts.append(f"default {number(self.default) if self.kind is float else self.default}")
         return f"({'; '.join(parts)})" if parts else ""
 
     @property

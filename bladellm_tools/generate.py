@@ -15,7 +15,7 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import ConfigError, ParameterError
 from bladellm_runtime.llm import Completion, GenerateOutput
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import EngineStats
+from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
 from bladellm_tools.console import fail, is_terminal
 from bladellm_tools.generate_args import GenerateArgs
 from bladellm_tools.prompts import PromptLine, open_output, read_prompts
@@ -66,16 +66,30 @@ def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: Te
 
 def to_json(item: PromptLine, output: GenerateOutput) -> str:
     """One line of the answers: the object's other keys, the prompt, and its choices."""
-    content = {**item.extra, "prompt": item.prompt, "outputs": [_choice(choice) for choice in output.outputs]}
+    choices = [_choice(choice) for choice in output.outputs]
+    content: dict[str, Any] = {**item.extra, "prompt": item.prompt, "outputs": choices}
     if output.prompt_logprobs is not None:
-        content["prompt_logprobs"] = output.prompt_logprobs
+        content["prompt_logprobs"] = _logprobs(output.prompt_logprobs)
     return msgspec.json.encode(content).decode()
 
 
 def _choice(choice: Completion) -> dict[str, Any]:
-    values = {item.name: getattr(choice, item.name) for item in dataclasses.fields(choice)}
-    optional = ("stop_reason", "logprobs", "error")
-    return {name: value for name, value in values.items() if value is not None or name not in optional}
+    content: dict[str, Any] = {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+    }
+    for name in ("stop_reason", "error"):
+        if getattr(choice, name) is not None:
+            content[name] = getattr(choice, name)
+    if choice.logprobs is not None:
+        content["logprobs"] = _logprobs(choice.logprobs)
+    return content
+
+
+def _logprobs(positions: list[TokenLogprobs]) -> list[dict[str, Any]]:
+    """For each position the token itself and the likeliest ones."""
+    return [{"token_ids": one.token_ids, "logprobs": one.logprobs} for one in positions]
 
 
 def report(before: EngineStats, after: EngineStats, prompts: int, seconds: float) -> None:

@@ -1,14 +1,18 @@
 """`blade_llm serve`: start the server, and say on standard output what was started and how to ask it."""
 
+import logging
 import shlex
 import sys
+import time
 
 import msgspec
 
 from bladellm_runtime import __version__
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError
-from bladellm_runtime.server.app import serve
+from bladellm_runtime.models.hub import resolve_model
+from bladellm_runtime.server.lifecycle import serve
+from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.messages import EngineReady
 from bladellm_tools.console import BOLD, gib, styled, table
 
@@ -17,19 +21,25 @@ def run(args: ServingArgs) -> int:
     """Serve until told to stop. Returns the exit code."""
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
-    return serve(args, lambda url, ready: print_banner(args, url, ready))
+    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s server: %(message)s")
+    started = time.monotonic()
+    folder = resolve_model(args.model)
+
+    def on_ready(url: str, client: EngineClient) -> None:
+        print("\n".join(banner(args, url, client.ready, time.monotonic() - started)), flush=True)
+
+    return serve(args, folder, on_ready=on_ready)
 
 
-def print_banner(args: ServingArgs, url: str, ready: EngineReady) -> None:
-    """Print the banner once the server answers requests."""
-    print("\n".join(banner(args, url, ready)), flush=True)
+def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> list[str]:
+    """The start-up banner: what runs, where the memory went, how long each phase took, and a first request.
 
-
-def banner(args: ServingArgs, url: str, ready: EngineReady) -> list[str]:
-    """The start-up banner: what runs, where the memory went, how long each phase took, and a first request."""
+    `seconds` is the whole start; what the engine's phases leave of it went into processes and imports.
+    """
     name = args.served_model_name[0] if args.served_model_name else args.model
     concurrency = ready.kv_tokens / ready.max_model_len
-    phases = [(phase, f"{seconds:.2f} s") for phase, seconds in ready.phases]
+    rest = max(seconds - sum(spent for _, spent in ready.phases), 0.0)
+    phases = [*ready.phases, ("processes, imports", rest), ("total", seconds)]
     memory = [(term, gib(size)) for term, size in ready.memory]
     return [
         styled(f"BladeLLM Open {__version__}", BOLD, sys.stdout),
@@ -38,7 +48,7 @@ def banner(args: ServingArgs, url: str, ready: EngineReady) -> list[str]:
         *table([*memory, ("total", gib(sum(size for _, size in ready.memory)))]),
         f"KV cache of {ready.kv_tokens:,} tokens: {concurrency:.1f} requests at the full {ready.max_model_len:,}",
         "start",
-        *table([*phases, ("total", f"{sum(seconds for _, seconds in ready.phases):.2f} s")]),
+        *table([(phase, f"{spent:.2f} s") for phase, spent in phases]),
         f"serving at {styled(url, BOLD, sys.stdout)}",
         curl_line(url, name, bool(args.api_key or args.api_key_file)),
     ]

@@ -1,5 +1,6 @@
 """From arguments to a running engine: model, memory, scheduler, runner; with the time and the bytes of each part."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.core import EngineCore
-from bladellm_runtime.engine.device import pick_device, pick_dtype
+from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -23,9 +24,12 @@ from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.loading import load_model
+from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import EngineReady
+from bladellm_runtime.wire.messages import AddRequest, EngineReady
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,6 +61,8 @@ def build_engine(args: EngineArgs) -> Engine:
         folder = resolve_model(args.model)
         spec = read_model_spec(folder)
         device = pick_device(args.device)
+        if device.type == "cpu":
+            use_threads(args.cpu_threads)
         dtype = pick_dtype(args.dtype, spec.dtype, device)
         max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
     with times.phase("load weights"):
@@ -66,9 +72,11 @@ def build_engine(args: EngineArgs) -> Engine:
         sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
         table.add("sampling state", sampling.bytes)
         kv_spec, arena = allocate_kv(args, spec, dtype, device, max_model_len, table)
+        max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
     runner = ModelRunner(model, arena, sampling, kv_spec.num_slots)
     limits = scheduler_limits(args, spec, max_model_len)
-    core = EngineCore(Scheduler(limits, KvAccounting(kv_spec)), runner, overlap=not args.disable_overlap)
+    memory = KvAccounting(kv_spec, retain=not arena.relocates)
+    core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
         warm_up(core, limits)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times), folder)
@@ -79,6 +87,21 @@ def model_length(asked: int | None, positions: int) -> int:
     if asked is not None and asked > positions:
         raise ConfigError(f"--max_model_len {asked} is above the model's max_position_embeddings of {positions}")
     return positions if asked is None else asked
+
+
+def fit_model_length(asked: int | None, length: int, kv_spec: KvSpec) -> int:
+    """The longest sequence that the KV cache holds; shorter than the model's own with a warning.
+
+    Raises `ConfigError` when that is less than what was asked for.
+    """
+    if length <= kv_spec.max_tokens:
+        return length
+    need = kv_spec.granules(length) * kv_spec.granule_bytes / GIB
+    advice = f"raise --kv_cache_gib to {need:.3g} or more, or lower --max_model_len to {kv_spec.max_tokens}"
+    if asked is not None:
+        raise ConfigError(f"the KV cache holds {kv_spec.max_tokens} tokens, below --max_model_len {asked}; {advice}")
+    logger.warning("sequences are limited to %d of the model's %d tokens; %s", kv_spec.max_tokens, length, advice)
+    return kv_spec.max_tokens
 
 
 def allocate_kv(
@@ -105,9 +128,6 @@ def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> S
 
 def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
     """Run one short request, so that the first user does not pay for first-call initialisation."""
-    from bladellm_runtime.request import SamplingParams
-    from bladellm_runtime.wire.messages import AddRequest
-
     length = min(16, limits.max_model_len - 4)
     params = SamplingParams(max_tokens=3, seed=0, ignore_eos=True)
     core.add(AddRequest(request_id=-1, prompt=[0] * length, params=params, choice=0, arrival=0.0))

@@ -171,10 +171,10 @@ class Sampler:
         if logits.shape != expected or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {expected}, got {logits.dtype} {tuple(logits.shape)}")
         floats = self._state.floats[inputs.slots] if inputs.draws or inputs.penalised is not None else None
-        raw_peaks = None if inputs.plain else logits.amax(dim=-1)
         changed = self._change_logits(logits, inputs, floats)
         peaks, tokens = changed.max(dim=-1)
-        valid = peaks.isfinite() if raw_peaks is None else peaks.isfinite() & raw_peaks.isfinite()
+        # NaN and +inf in the raw logits pass through every change, that to -inf too: it is an addition.
+        valid = peaks.isfinite()
         if floats is not None and inputs.draws:
             self._draw(changed, peaks, tokens, floats, inputs)
         outputs = SampleOutputs(torch.where(valid, tokens, -1), torch.where(valid, tokens, 0))

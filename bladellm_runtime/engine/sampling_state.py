@@ -63,7 +63,7 @@ class SamplingState:
         self._entropy = random.SystemRandom()
         # A CPU pays for memory when it is touched, a CUDA device when it is allocated: there at the start, in view of
         # the memory table, rather than in the middle of serving.
-        self._statistics = self._allocate_statistics() if device.type == "cuda" else None
+        self._statistics = None if device.type == "cpu" else self._allocate_statistics()
 
     @property
     def bytes(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGN = 8
+"""Bytes each array starts at a multiple of: the widest element."""
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> tuple[list[Tensor], Tensor | None]:
@@ -18,19 +19,36 @@ def upload(arrays: Sequence[Array], device: torch.device) -> tuple[list[Tensor],
     The copy is queued on the current stream, never waited for. The buffer is fresh, and must be kept until the copy
     has run. On the CPU the tensors share the arrays' memory.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays], None
-    ends = np.cumsum([-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays])
-    pinned = torch.empty(int(ends[-1]) if arrays else 0, dtype=torch.uint8, pin_memory=True)
-    host = pinned.numpy()
-    starts = [0, *ends[:-1].tolist()]
-    for start, array in zip(starts, arrays, strict=False):
+    pinned = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=True)
+    pack(arrays, pinned)
+    return unpack(pinned.to(device, non_blocking=True), arrays), pinned
+
+
+def packed_bytes(arrays: Sequence[Array]) -> int:
+    """Bytes that `pack` fills."""
+    return sum(_padded(array) for array in arrays)
+
+
+def pack(arrays: Sequence[Array], buffer: Tensor) -> None:
+    """Write the arrays one after the other into a uint8 host tensor."""
+    host, start = buffer.numpy(), 0
+    for array in arrays:
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    sent = pinned.to(device, non_blocking=True)
-    return [_view(sent, start, array) for start, array in zip(starts, arrays, strict=False)], pinned
+        start += _padded(array)
 
 
-def _view(sent: Tensor, start: int, array: Array) -> Tensor:
-    # torch names the type of an array without data: nothing is copied here.
-    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-    return sent[start : start + array.nbytes].view(dtype).view(array.shape)
+def unpack(buffer: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
+    """Views of a packed buffer, one like each array."""
+    views, start = [], 0
+    for array in arrays:
+        # torch names the type of an array without data: nothing is copied here.
+        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        views.append(buffer[start : start + array.nbytes].view(dtype).view(array.shape))
+        start += _padded(array)
+    return views
+
+
+def _padded(array: Array) -> int:
+    return -(-array.nbytes // _ALIGN) * _ALIGN

@@ -30,9 +30,9 @@ class ExtentMap:
     """Extents in order of address, with gaps between them for growth.
 
     `grow` succeeds whenever enough granules are free in total. It extends in place if it can, else moves the extent
-    to the middle of the largest gap, else spreads the extents of a neighbourhood evenly. The neighbourhood is the
-    smallest whose gaps are at least half as wide as they would be with everything spread, as in a packed memory
-    array: moves stay rare and small until the array is nearly full.
+    to the middle of the largest gap, else spreads the extents of a neighbourhood evenly. Either must leave gaps of
+    at least half an even share of what is free, and the neighbourhood is the smallest that does, as in a packed
+    memory array: moves stay rare and small until the array is nearly full.
     """
 
     def __init__(self, num_granules: int) -> None:
@@ -94,23 +94,23 @@ class ExtentMap:
             return []
         if extent.length:
             del self._order[index]
-        fair = (self.free + extent.length - granules) // (len(self._order) + 1)
+        half_share = (self.free + extent.length - granules) // (2 * len(self._order) + 2)
         gap_index, start, end = self._largest_gap()
-        if end - start >= granules + fair:
+        if end - start >= granules + half_share:
             moves = _moves(extent, start + (end - start - granules) // 2)
             self._order.insert(gap_index, extent)
         else:
             index = index if extent.length else gap_index
             extent.start = extent.start if extent.length else start
             self._order.insert(index, extent)
-            moves = self._spread(index, granules - extent.length, fair)
+            moves = self._spread(index, granules - extent.length, half_share)
         self._extents[slot] = extent
         return moves
 
-    def _spread(self, index: int, needed: int, fair: int) -> list[Move]:
+    def _spread(self, index: int, needed: int, half_share: int) -> list[Move]:
         """Space the extents around `index` evenly, counting that one as `needed` longer.
 
-        The number of extents doubles until each can have half its fair gap, or all take part.
+        The number of extents doubles until each can have a gap of `half_share`, or all take part.
         """
         count = 1
         while True:
@@ -118,7 +118,7 @@ class ExtentMap:
             high = min(len(self._order), low + count)
             left, right = self._gap(low)[0], self._gap(high)[1]
             slack = right - left - needed - sum(extent.length for extent in self._order[low:high])
-            if slack >= max(0, count * fair / 2) or high - low == len(self._order):
+            if slack >= count * half_share or high - low == len(self._order):
                 return self._lay_out(low, high, left, slack, index, needed)
             count *= 2
 

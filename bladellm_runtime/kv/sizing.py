@@ -66,13 +66,14 @@ def plan_spec(
             break
         granule_tokens += granule_tokens
     if limit is not None and not fits:
-        pool = _most_granules(len(groups), num_slots, limit)
+        # A granule is a whole sequence by now, so there is at most one a slot: two mappings each, and one more.
+        pool = (limit // len(groups) - 1) // 2
     if pool < 1:
         raise ConfigError(
             f"the KV cache of {budget_bytes / 2**30:.4g} GiB is smaller than its smallest piece of "
             f"{unit * token_bytes / 2**30:.4g} GiB ({unit} tokens); raise --kv_cache_gib"
         )
-    return KvSpec(groups, granule_tokens, pool, num_slots, min(length, pool) * granule_tokens)
+    return KvSpec(groups, granule_tokens, pool, num_slots, length * granule_tokens)
 
 
 def _first_granule(unit: int, hint: int, tokens_per_slot: int) -> int:
@@ -80,9 +81,3 @@ def _first_granule(unit: int, hint: int, tokens_per_slot: int) -> int:
     wanted = -(-hint // unit) * unit
     fair = tokens_per_slot // unit * unit
     return max(unit, min(wanted, fair))
-
-
-def _most_granules(num_groups: int, num_slots: int, limit: int) -> int:
-    """The most granules for which `worst_mappings` is within the limit."""
-    rest = limit // num_groups - 1
-    return max(0, rest // 2 if rest < 2 * num_slots else rest - num_slots)

@@ -48,7 +48,7 @@ class RotaryEmbedding:
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     """The turn of one position in each pair of dimensions, radians, float32 [D/2]."""
-    plain = 1.0 / spec.theta ** _exponents(spec)
+    plain = 1.0 / spec.theta ** _exponents(spec, torch.device("cpu"))
     if spec.type == "linear":
         return plain / spec.factor
     if spec.type == "llama3":
@@ -68,7 +68,7 @@ def dynamic_inverse_frequencies(spec: RopeSpec, positions: torch.Tensor) -> torc
     lengths = (positions + 1).clamp(min=spec.original_positions).double()
     growth = spec.factor * lengths / spec.original_positions - (spec.factor - 1)
     base = spec.theta * growth ** (spec.dimensions / (spec.dimensions - 2))
-    return 1.0 / base.float().unsqueeze(-1) ** _exponents(spec).to(positions.device)
+    return 1.0 / base.float().unsqueeze(-1) ** _exponents(spec, positions.device)
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -82,8 +82,8 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _exponents(spec: RopeSpec) -> torch.Tensor:
-    return torch.arange(0, spec.dimensions, 2, dtype=torch.float32) / spec.dimensions
+def _exponents(spec: RopeSpec, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, spec.dimensions, 2, dtype=torch.float32, device=device) / spec.dimensions
 
 
 def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:

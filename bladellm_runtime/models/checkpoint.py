@@ -51,9 +51,8 @@ class Checkpoint:
         if dtype not in DTYPES:
             raise CheckpointError(f"{self.files[key]}: {key} is of type {dtype}; it must be one of {', '.join(DTYPES)}")
         if shape != list(part.shape):
-            raise CheckpointError(
-                f"{self.files[key]}: {key} has shape {shape}, but config.json's {part.fields} ask for {list(part.shape)}"
-            )
+            asked = f"config.json's {part.fields} ask for {list(part.shape)}"
+            raise CheckpointError(f"{self.files[key]}: {key} has shape {shape}, but {asked}")
 
 
 @contextmanager
@@ -78,17 +77,19 @@ def _open_shards(folder: Path, stack: ExitStack) -> Checkpoint:
         )
     index = file_in(folder, INDEX_FILE)
     promised = _read_weight_map(index)
-    files = {name: file_in(folder, name, key) for key, name in promised.items()}
+    files = {name: file_in(folder, name, _shown(key)) for key, name in promised.items()}
     handles = {path: _open(path, stack) for path in files.values()}
     keys: dict[str, Path] = {}
     for path, handle in handles.items():
         for key in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
             if promised.get(key) != path.name:
-                raise CheckpointError(f"{path}: {key} is not where {index.name} says; download the model folder again")
+                raise CheckpointError(
+                    f"{path}: {_shown(key)} is not where {index.name} says; download the model folder again"
+                )
             keys[key] = path
     for key, name in promised.items():
         if key not in keys:
-            raise CheckpointError(f"{folder / name}: {key} is missing, although {index.name} names it")
+            raise CheckpointError(f"{folder / name}: {_shown(key)} is missing, although {index.name} names it")
     return Checkpoint(handles, keys, index)
 
 
@@ -98,7 +99,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: weight_map must be an object of tensor names and their files")
     for key, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {key} must name a .safetensors file, got {name!r:.80}")
+            raise CheckpointError(f"{index}: {_shown(key)} must name a .safetensors file, got {name!r:.80}")
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise CheckpointError(f"{index}: weight_map names more than {MAX_SHARDS} files")
     return weight_map
@@ -115,4 +116,9 @@ def _refuse(keys: list[str], file: Path, problem: str) -> None:
     if keys:
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         verb = "is" if len(keys) == 1 else "are"
-        raise CheckpointError(f"{file}: {', '.join(keys[:3])}{more} {verb} {problem}")
+        raise CheckpointError(f"{file}: {', '.join(map(_shown, keys[:3]))}{more} {verb} {problem}")
+
+
+def _shown(key: str) -> str:
+    """A key as a message may hold it: whatever the file says, one short line."""
+    return (key if key.isprintable() else repr(key))[:120]

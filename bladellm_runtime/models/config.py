@@ -55,7 +55,8 @@ class ModelSpec:
 
 def read_model_spec(folder: Path) -> ModelSpec:
     """Read and check a model folder's config. Raises `CheckpointError` naming the file and the field."""
-    config = Fields(file_in(folder, "config.json"), read_json(file_in(folder, "config.json")))
+    file = file_in(folder, "config.json")
+    config = Fields(file, read_json(file))
     family = find_family(config)
     if config.has("quantization_config"):
         raise config.error("quantization_config", "is set, and quantized checkpoints are not supported")

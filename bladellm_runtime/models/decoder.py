@@ -49,7 +49,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A loaded model. Not thread-safe only in that it writes to the arena of the batch it is given."""
+    """A loaded model: stateless, all it writes to is the KV arena of the batch it is given."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.spec = spec

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def file_in(folder: Path, name: str, key: str | None = None) -> Path:
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise CheckpointError(f"{folder}: {name!r}{asked_by} is not a file name in the model folder")
     path = folder / name
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(f"{path}{asked_by} is missing; download the model folder again")
     target, home = path.resolve(), folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None

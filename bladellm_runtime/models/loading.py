@@ -61,7 +61,7 @@ def _allocate(folder: Path, table: WeightTable, device: torch.device, dtype: tor
     if needed > free:
         raise CheckpointError(
             f"{folder}: its weights take {needed / GIB:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
-            f"{free / GIB:.1f} GiB are free on {device.type}; use a smaller model or a smaller --dtype"
+            f"{free / GIB:.1f} GiB are free on {device.type}; use a smaller model or a 16-bit --dtype"
         )
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
 

@@ -13,6 +13,9 @@ MAX_FACTOR = 4096.0
 def read_rope(config: Fields, head_dim: int, max_positions: int) -> RopeSpec:
     """The rotary description. Raises `CheckpointError` naming the field for a type or value that cannot be used."""
     section = config.nested("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    for name, value in section.values.items():
+        if isinstance(value, dict):
+            raise section.error(name, "is a rotation of its own for some layers, which is not supported")
     rope_type = _read_type(section)
     for fields in (config, section):
         if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:

@@ -11,15 +11,13 @@ def admission_tokens(seq: Sequence) -> int:
 
 
 def headroom(seq: Sequence, running: Iterable[Sequence]) -> int:
-    """Granules that must stay obtainable when `seq` enters, so that it is not preempted again at once.
+    """Granules that must stay obtainable when `seq` enters, so that its admission is not undone at once.
 
-    Nothing for a request that was never preempted: it enters if it fits. After that one granule for each running
-    sequence that will grow, two after the second preemption, and so on: the rarer the room, the longer it waits.
-    It never waits for ever: while it heads the queue nothing else enters, and with nothing running this is zero.
+    One for each running sequence that will grow, twice that after the first preemption of `seq`, four times after the
+    second, and so on: what is recomputed again and again waits longer for room. It never waits for ever: nothing
+    overtakes the head of the queue, and with nothing running this is zero.
     """
-    if not seq.preemptions:
-        return 0
-    return seq.preemptions * sum(other.kv_end > other.reserved for other in running)
+    return sum(other.kv_end > other.reserved for other in running) << seq.preemptions
 
 
 def chunk_tokens(seq: Sequence, budget: int, limit: int) -> int:

@@ -35,10 +35,11 @@ class Roster:
     def admit(self, now: float) -> Sequence | None:
         """Let the head of the queue in, if it has left the slot it may have had and there is room; else None.
 
-        Nothing overtakes a head that does not fit: it needs the room that those behind it would take.
+        Room is: all its known tokens, its first decode token, and headroom for those that run. Nothing overtakes a
+        head that does not fit: it needs the room that those behind it would take.
         """
         seq = self.waiting[0]
-        if seq.last_step > self.slots.completed:
+        if self.slots.full or seq.last_step > self.slots.completed:
             return None
         spare = policy.headroom(seq, chain(self.prefilling, self.decoding))
         if not self.slots.acquire(seq, policy.admission_tokens(seq), spare):

@@ -23,9 +23,10 @@ class Scheduler:
     the order planned. The tokens a request gets do not depend on how many steps are in flight.
 
     Admission is first come, first served: the head of the queue enters once a slot and the granules for all its known
-    tokens are there. When a decode row finds the pool empty, the newest running sequence gives way: it goes back to
-    the head of the queue and is recomputed. The oldest never gives way, so it always finishes, and then the next one
-    is the oldest. A slot whose sequence ended or gave way is given back after the last step that contains it.
+    tokens are there, with headroom for those that run. When a decode row finds the pool empty, the newest running
+    sequence gives way: it goes back to the head of the queue and is recomputed. The oldest never gives way, so it
+    always finishes, and then the next one is the oldest. A slot whose sequence ended or gave way is given back after
+    the last step that contains it.
     """
 
     def __init__(

@@ -31,16 +31,21 @@ class SlotTable:
         self.retired: list[RetiredSlot] = []
         self.completed = 0
 
+    @property
+    def full(self) -> bool:
+        """True when every slot is held or retired."""
+        return self._memory.live == self._memory.spec.num_slots
+
     def acquire(self, seq: Sequence, tokens: int, headroom: int) -> bool:
         """Give a sequence a slot that holds `tokens` tokens, if `headroom` granules stay obtainable after that.
 
-        False, with nothing changed, if there is no slot or no room.
+        False, with nothing changed, if there is no room. There must be a slot (`not full`).
         """
         if self._memory.spec.granules(tokens) + headroom > self._memory.available():
             return False
         slot = self._memory.acquire_slot()
         if slot is None:
-            return False
+            raise RuntimeError("no slot is free")
         self._generations[slot] += 1
         self.owner[slot] = seq
         seq.slot, seq.generation = slot, self._generations[slot]

@@ -9,7 +9,7 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.server.context import RequestContext
 from bladellm_runtime.server.errors import invalid_request, shown
 from bladellm_runtime.server.fields import Fields, ignored_fields, wrong_type
-from bladellm_runtime.server.messages import read_messages
+from bladellm_runtime.server.messages import Message, read_messages
 from bladellm_runtime.server.sampling import (
     read_max_tokens,
     read_model,
@@ -52,13 +52,13 @@ TemplateValue = str | int | float | bool | None
 class ChatCall:
     """A checked chat request.
 
-    `messages` have the keys role and content, both strings, and where given name and reasoning_content.
+    `messages` have a role, content (a string or text parts), and where given name and reasoning_content.
     `params.max_tokens` None means all the room behind the prompt: `fit_max_tokens` fills it in once the prompt's
     length is known. `resume_response` is text to put after the templated prompt, for the answer to continue.
     """
 
     model: str
-    messages: list[dict[str, str]]
+    messages: list[Message]
     params: SamplingParams
     stream: bool
     include_usage: bool
@@ -98,7 +98,7 @@ def parse_chat(body: Mapping[str, Any], ctx: RequestContext) -> ChatCall:
     )
 
 
-def _read_ending(fields: Fields, messages: list[dict[str, str]]) -> tuple[bool, bool]:
+def _read_ending(fields: Fields, messages: list[Message]) -> tuple[bool, bool]:
     """(add_generation_prompt, continue_final_message): how the templated prompt ends."""
     continue_final = fields.boolean("continue_final_message")
     add_prompt = fields.boolean("add_generation_prompt", not continue_final)

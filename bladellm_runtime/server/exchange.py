@@ -18,6 +18,8 @@ Header = tuple[bytes, bytes]
 
 ABORT_EXTENSION = "bladellm.abort"
 """Key in the scope's `extensions` of a function that drops the connection at once, unsent bytes and all."""
+EXCHANGE = "bladellm.exchange"
+"""Key in the scope under which a cold route finds the exchange it answers."""
 LINGER_SECONDS = 2.0
 MIN_BODY_RATE = 65536.0
 """Bytes a second at which a body must arrive, after a first grace."""
@@ -83,16 +85,17 @@ class Exchange:
     async def respond(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
         """Send a whole JSON answer."""
         await self._start(status, [_JSON, (b"content-length", b"%d" % len(body)), *headers])
-        await self.send({"type": "http.response.body", "body": body})
+        await self.end(body)
 
     async def fail(self, error: ApiError) -> None:
         """Send an error. When the request's body was not read to its end, the connection is closed after it."""
         body = error.body()
-        headers = [_JSON, (b"content-length", b"%d" % len(body)), *_error_headers(error)]
-        if self.body_read:
-            await self._start(error.status, headers)
-        else:
-            await self._start(error.status, [*headers, _CLOSE])
+        await self._start(error.status, [_JSON, (b"content-length", b"%d" % len(body)), *_error_headers(error)])
+        await self.end(body)
+
+    async def end(self, body: bytes) -> None:
+        """Send the last part of an answer."""
+        if not self.body_read:
             await self.send({"type": "http.response.body", "body": body, "more_body": True})
             # Closing with unread data resets the connection, and the client might never see the answer.
             await self._discard_body()
@@ -103,9 +106,9 @@ class Exchange:
         """Begin a stream of server-sent events."""
         await self._start(200, [*_EVENT_STREAM, *headers])
 
-    async def write(self, events: bytes, more: bool = True) -> None:
-        """Send events; waits while the client does not read."""
-        await self.send({"type": "http.response.body", "body": events, "more_body": more})
+    def own_headers(self) -> list[Header]:
+        """Headers that every answer has."""
+        return [(b"x-request-id", self.request_id), *([] if self.body_read else [_CLOSE])]
 
     def drop(self) -> None:
         """Close the connection at once, without waiting for unsent bytes."""
@@ -115,8 +118,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.started = True
-        headers.append((b"x-request-id", self.request_id))
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.own_headers()]})
 
     def _has_body(self) -> bool:
         length = self.header(b"content-length")
@@ -144,9 +146,10 @@ def _request_id(given: bytes | None) -> bytes:
 
 
 def _error_headers(error: ApiError) -> list[Header]:
-    if error.retry_after is None:
-        return []
-    return [(b"retry-after", b"%d" % math.ceil(error.retry_after))]
+    headers = [(b"allow", b"POST")] if error.status == 405 else []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after)))
+    return headers
 
 
 def _too_large(limit: int) -> ApiError:

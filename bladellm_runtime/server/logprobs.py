@@ -1,7 +1,7 @@
 """Log-probabilities in OpenAI's two shapes: a list of objects for chat, four parallel lists for completions."""
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,13 @@ class TokenLogprob:
 class ChoiceLogprobs:
     """Turns the engine's token ids of one choice into text, in order; keeps the offset reached.
 
-    `token_bytes` gives the bytes of a token id, empty for an id without any.
+    `token_bytes` gives the bytes of a token id, empty for an id without any. `hidden` are the ids that the answer's
+    text leaves out (skipped special tokens): they are listed, but take no room in the text.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], hidden: Container[int] = ()) -> None:
         self._token_bytes = token_bytes
+        self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -57,8 +59,9 @@ class ChoiceLogprobs:
     def _entry(self, token_id: int, logprob: float | None, top: tuple[TopLogprob, ...]) -> TokenLogprob:
         token = self._token_bytes(token_id)
         entry = TokenLogprob(token, None if logprob is None else _finite(logprob), top, self._offset)
-        # Incremental: a character split over tokens counts once, with its last token.
-        self._offset += len(self._decoder.decode(token))
+        if token_id not in self._hidden:
+            # Incremental: a character split over tokens counts once, with its last token.
+            self._offset += len(self._decoder.decode(token))
         return entry
 
     def _top(self, score: TokenLogprobs) -> tuple[TopLogprob, ...]:

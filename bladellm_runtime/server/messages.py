@@ -1,4 +1,4 @@
-"""The `messages` of a chat request: roles, and content as plain text."""
+"""The `messages` of a chat request: roles, and content that is text."""
 
 from typing import Any
 
@@ -12,11 +12,14 @@ UNSUPPORTED_KEYS = ("tool_calls", "function_call", "audio")
 OPTIONAL_KEYS = ("name", "reasoning_content")
 
 
-def read_messages(fields: Fields) -> list[dict[str, str]]:
-    """The messages, each with a role and content, both strings, and where given name and reasoning_content.
+Message = dict[str, Any]
 
-    Content in parts becomes one text, a line feed between the parts. Other keys of a message are dropped. Raises
-    `ApiError` 400 naming the message and key.
+
+def read_messages(fields: Fields) -> list[Message]:
+    """The messages, each with a role and content, and where given name and reasoning_content.
+
+    Content is a string or a list of `{"type": "text", "text": ...}`; everything else is a string. Other keys of a
+    message are dropped. Raises `ApiError` 400 naming the message and key.
     """
     value = fields.take("messages")
     if value is None:
@@ -28,14 +31,14 @@ def read_messages(fields: Fields) -> list[dict[str, str]]:
     return [_read_message(f"messages[{place}]", item) for place, item in enumerate(value)]
 
 
-def _read_message(name: str, message: Any) -> dict[str, str]:
+def _read_message(name: str, message: Any) -> Message:
     if not isinstance(message, dict):
         raise wrong_type(name, "an object with role and content", message)
     for key in UNSUPPORTED_KEYS:
         if message.get(key):
             raise _unsupported(f"{name}.{key}")
-    checked = {"role": _read_role(f"{name}.role", message.get("role"))}
-    checked["content"] = _read_content(f"{name}.content", message.get("content"))
+    role = _read_role(f"{name}.role", message.get("role"))
+    checked: Message = {"role": role, "content": _read_content(f"{name}.content", message.get("content"))}
     for key in OPTIONAL_KEYS:
         value = message.get(key)
         if value is None:
@@ -54,15 +57,15 @@ def _read_role(name: str, role: Any) -> str:
     raise wrong_type(name, f"one of {', '.join(ROLES)}", role)
 
 
-def _read_content(name: str, content: Any) -> str:
+def _read_content(name: str, content: Any) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise wrong_type(name, "a string or a list of text parts", content)
-    return "\n".join(_read_part(f"{name}[{place}]", part) for place, part in enumerate(content))
+    return [_read_part(f"{name}[{place}]", part) for place, part in enumerate(content)]
 
 
-def _read_part(name: str, part: Any) -> str:
+def _read_part(name: str, part: Any) -> dict[str, str]:
     if not isinstance(part, dict):
         raise wrong_type(name, "an object with type and text", part)
     kind = part.get("type")
@@ -71,7 +74,7 @@ def _read_part(name: str, part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise wrong_type(f"{name}.text", "a string", text)
-    return text
+    return {"type": "text", "text": text}
 
 
 def _unsupported(name: str, message: str | None = None) -> ApiError:

@@ -47,7 +47,9 @@ def render_chat(
     if continue_final_message and add_generation_prompt:
         raise ParameterError("continue_final_message needs add_generation_prompt=false", "continue_final_message")
     guard = tokenizer.guard
-    chat = [_message(message, index, guard, template.reads_content_parts) for index, message in _each(messages)]
+    _check_messages(messages)
+    keep_parts = template.reads_content_parts
+    chat = [_message(message, index, guard, keep_parts) for index, message in enumerate(messages)]
     if continue_final_message:
         _mark_end(chat[-1])
     variables: dict[str, Any] = {"tools": None, "documents": None, **tokenizer.named_tokens}
@@ -71,13 +73,12 @@ def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
         raise ParameterError(f"the chat template cannot render these messages: {reason}", "messages") from None
 
 
-def _each(messages: object) -> list[tuple[int, dict[str, Any]]]:
+def _check_messages(messages: object) -> None:
     if not isinstance(messages, list) or not messages:
         raise ParameterError("messages must be a list of at least one message", "messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise ParameterError(f"messages[{index}] must be an object with role and content", "messages")
-    return list(enumerate(messages))
 
 
 def _message(message: dict[str, Any], index: int, guard: SpecialTokenGuard, keep_parts: bool) -> dict[str, Any]:

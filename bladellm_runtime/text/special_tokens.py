@@ -81,7 +81,8 @@ class SpecialTokenGuard:
     def _aliased(self) -> tuple[tokenizers.Tokenizer, dict[int, int], dict[str, str]]:
         """A copy of the tokenizer that parses a secret alias in the place of every special token.
 
-        Returned with the real id of each alias id, and the alias of each special token. The copy splits everything else exactly as the original does, so text keeps its ids.
+        Returned with the real id of each alias id, and the alias of each special token. The copy splits everything
+        else exactly as the original does, so text keeps its ids.
         """
         aliases = {text: self._alias + chr(_PRIVATE_FIRST + i) for i, text in enumerate(self._special)}
         copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
@@ -95,16 +96,20 @@ class SpecialTokenGuard:
 
 def trie_pattern(words: Iterable[str]) -> str:
     """A pattern that matches the longest of `words`, trying each character once however many words there are."""
-    root: dict[str, dict] = {}  # type: ignore[type-arg]
+    root = _Trie()
     for word in words:
         node = root
         for char in word:
-            node = node.setdefault(char, {})
-        node[""] = {}
+            node = node.setdefault(char, _Trie())
+        node[""] = _Trie()  # a word ends here
     return _node_pattern(root) if root else "(?!)"
 
 
-def _node_pattern(node: dict[str, dict]) -> str:  # type: ignore[type-arg]
+class _Trie(dict[str, "_Trie"]):
+    """Next character -> what may follow it."""
+
+
+def _node_pattern(node: _Trie) -> str:
     prefix = ""
     while len(node) == 1:
         [(char, node)] = node.items()

@@ -115,11 +115,14 @@ def _load_fast(folder: Path, source: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns when the folder names a subclass, which reads the same file
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a broken file
         raise CheckpointError(f"{source} or tokenizer_config.json cannot be read: {_one_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _own_template(loaded: Any, folder: Path) -> ChatTemplate | None:

@@ -62,7 +62,7 @@ class EngineClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = open_socket(self._context)
         self._socket.bind(address)
-        self._descriptor = self._socket.getsockopt(zmq.FD)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._address = address
         self._folder = folder
         self._host: EngineHost
@@ -146,10 +146,11 @@ class EngineClient:
             async with asyncio.timeout(ready_timeout):
                 self.ready = await self._started
         except TimeoutError:
-            await self.close(1.0)
+            await self.close(0.0)
             raise UserError(f"the engine was not ready within {ready_timeout:g} seconds") from None
-        except BaseException:
-            await self.close(1.0)
+        except BaseException as error:
+            # One that has failed is about to exit; one that is still loading would not listen.
+            await self.close(1.0 if isinstance(error, UserError) else 0.0)
             raise
         return self
 

@@ -76,7 +76,9 @@ class ProcessHost:
         if self._process is None:
             return "the engine process was not started"
         code = await self._process.wait()
-        return f"the engine process was killed by signal {-code}" if code < 0 else f"the engine process exited with {code}"
+        return (
+            f"the engine process was killed by signal {-code}" if code < 0 else f"the engine process exited with {code}"
+        )
 
     async def stop(self, timeout: float) -> None:
         """Wait, then close its standard input, which ends it, then kill it."""
@@ -87,7 +89,7 @@ class ProcessHost:
             if process.stdin is not None:
                 process.stdin.close()
             if not await self._ended_within(min(timeout, 1.0)):
-                logger.warning("the engine did not exit in time; killing process %d", process.pid)
+                logger.info("the engine did not exit in time; killing process %d", process.pid)
                 process.kill()
                 await self._ended_within(KILL_SECONDS)
         if process.stdin is not None:

@@ -1,4 +1,4 @@
-"""One ZMQ pair between the front end, which binds, and the engine, which connects. Messages are msgpack, never pickle."""
+"""One ZMQ pair: the front end binds, the engine connects. Messages are msgpack, never pickle."""
 
 import logging
 import tempfile
@@ -21,8 +21,9 @@ SEND_PATIENCE = 10.0
 CLOSE_LINGER_MS = 500
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-_decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
-_decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode
+# A decoder's type parameter cannot be a union for mypy, hence the annotations.
+_decode_front_message: Callable[[bytes], FrontMessage] = msgspec.msgpack.Decoder(FrontMessage).decode
+_decode_engine_message: Callable[[bytes], EngineMessage] = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
 class FrontEndGone(ConnectionError):
@@ -37,7 +38,7 @@ def private_address() -> tuple[str, tempfile.TemporaryDirectory[str]]:
 
 def open_socket(context: zmq.Context[Any]) -> zmq.Socket[Any]:
     """A pair socket with bounded queues, which does not keep the process alive for unsent messages."""
-    socket = context.socket(zmq.PAIR)
+    socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.set(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.set(zmq.LINGER, CLOSE_LINGER_MS)
@@ -65,7 +66,7 @@ def decode_front_message(frame: bytes) -> FrontMessage | None:
 class EnginePort:
     """The engine's end of the wire; synchronous, to be used by one thread.
 
-    `context` must be the front end's for an `inproc://` address and is not closed here; without one the port makes its own.
+    For an `inproc://` address `context` must be the front end's, and is not closed here; else the port makes its own.
     """
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
@@ -94,7 +95,8 @@ class EnginePort:
         deadline = time.monotonic() + SEND_PATIENCE
         while True:
             try:
-                return self._socket.send(frame, zmq.NOBLOCK)  # type: ignore[no-any-return]
+                self._socket.send(frame, zmq.NOBLOCK)
+                return
             except zmq.Again:
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -4,6 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
+Rows = tuple[tuple[str, str], ...]
+
 
 class Status(StrEnum):
     """PASS: fine. WARNING: it will run, with a loss. FAILED: it will not run as asked."""
@@ -19,19 +21,19 @@ class Finding(msgspec.Struct, frozen=True):
     status: Status
     detail: str
     hint: str = ""
-    table: list[tuple[str, str]] = []
+    table: Rows = ()
 
 
-def passed(detail: str) -> Finding:
+def passed(detail: str, table: Rows = ()) -> Finding:
     """All is well."""
-    return Finding(Status.PASS, detail)
+    return Finding(Status.PASS, detail, "", table)
 
 
-def warned(detail: str, hint: str = "") -> Finding:
+def warned(detail: str, hint: str = "", table: Rows = ()) -> Finding:
     """It will run, with a loss."""
-    return Finding(Status.WARNING, detail, hint)
+    return Finding(Status.WARNING, detail, hint, table)
 
 
-def failed(detail: str, hint: str = "") -> Finding:
+def failed(detail: str, hint: str = "", table: Rows = ()) -> Finding:
     """It will not run as asked."""
-    return Finding(Status.FAILED, detail, hint)
+    return Finding(Status.FAILED, detail, hint, table)

@@ -116,18 +116,20 @@ def judge_driver(
     detail = f"driver for CUDA {driver[0]}.{driver[1]}, torch built for {cuda}"
     if driver[0] < runtime[0]:
         return failed(detail, "update the driver, or install a torch for an older CUDA")
-    for major, minor in sorted(set(capabilities)):
-        same_major = any(
-            name.startswith(f"sm_{major}") and int(name[3:].rstrip("af")) <= major * 10 + minor for name in built
-        )
-        forward = any(
-            name.startswith("compute_") and int(name[8:].rstrip("af")) <= major * 10 + minor for name in built
-        )
-        if not same_major and not forward:
-            return failed(f"{detail}, without code for sm_{major}{minor}", "install a torch built for this device")
+    for capability in sorted(set(capabilities)):
+        if not any(runs_on(name, capability) for name in built):
+            name = "sm_{}{}".format(*capability)
+            return failed(f"{detail}, without code for {name}", "install a torch built for this device")
     if driver < runtime:
         return warned(detail, "update the driver: kernels compiled at run time may not load")
     return passed(detail)
+
+
+def runs_on(built: str, capability: tuple[int, int]) -> bool:
+    """Code for sm_XY runs on devices of the same major version from minor Y on; PTX (compute_XY) on all later ones."""
+    kind, _, digits = built.partition("_")
+    version = divmod(int(digits.rstrip("af")), 10)
+    return version <= capability and (kind == "compute" or version[0] == capability[0])
 
 
 def check_gpu_free_memory(_: CheckArgs) -> Finding:

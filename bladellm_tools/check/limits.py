@@ -29,14 +29,19 @@ def check_memory(_: CheckArgs) -> Finding:
     """Memory that a new process can still take."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    return judge_memory(memory.total, memory.available, cgroup_limits())
+    return judge_memory(psutil.virtual_memory().total, available_memory())
 
 
-def judge_memory(total: int, available: int, limits: CgroupLimits) -> Finding:
+def available_memory() -> int:
     """The host's free memory, or what the control group has left where that is less."""
-    if limits.memory is not None and limits.memory < total:
-        total, available = limits.memory, min(available, max(limits.memory - limits.memory_used, 0))
+    import psutil
+
+    limits, available = cgroup_limits(), int(psutil.virtual_memory().available)
+    return available if limits.memory is None else min(available, max(limits.memory - limits.memory_used, 0))
+
+
+def judge_memory(total: int, available: int) -> Finding:
+    """A model of 7B parameters wants far more; below the lower limit not even the demo's process fits."""
     detail = f"{gib(available)} of {gib(total)} available"
     hint = "stop other processes, or raise the container's memory limit"
     if available >= GOOD_MEMORY:

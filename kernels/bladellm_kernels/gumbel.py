@@ -8,7 +8,7 @@ the order of draws. All integers below are unsigned, modulo 2^32; `>>` is a logi
     stream[j] =  mix(mix(mix(SALTS[j] ^ seed_low) + seed_high) + choice)          j = 0, 1; once a request
     key[j]    =  mix(stream[j] + position * STEPS[j])                             once a row
     bits      =  mix of (token * TOKEN_STEP + key[0]), with key[1] added after the first product
-    uniform   =  min(float32(bits mod 2^31) * 2^-31 + 2^-32, 1 - 2^-24)
+    uniform   =  min(float32(bits mod 2^31) * 2^-31 + 2^-32, 1 - 2^-24)           in float32
     noise     = -log(-log1p(-uniform))
 
 `mix` is lowbias32 of https://github.com/skeeto/hash-prospector. The largest noise, which decides the draw, comes from
@@ -81,7 +81,7 @@ def reference_uniform(seed: int, choice: int, position: int, token: int) -> floa
     word = (word ^ word >> 16) * M1 + key[1] & _WORD
     word = (word ^ word >> 15) * M2 & _WORD
     bits = (word ^ word >> 16) & 0x7FFFFFFF
-    return min(torch.tensor(bits, dtype=torch.float32).item() * 2.0**-31 + 2.0**-32, UNIFORM_MAX)
+    return min(_float32(_float32(bits) * 2.0**-31 + 2.0**-32), UNIFORM_MAX)
 
 
 def _negative_uniform(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -105,6 +105,10 @@ def _xor_shift_(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
     torch.bitwise_right_shift(words, shift, out=scratch)
     # int32 shifts copy the sign in; the mask makes the shift logical.
     return words.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
 
 def _mix_word(word: int) -> int:

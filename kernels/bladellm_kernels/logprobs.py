@@ -16,7 +16,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tens
     if not 0 <= k <= logits.shape[1]:
         raise ValueError(f"k must be between 0 and the vocabulary size {logits.shape[1]}, got {k}")
     ids, logprobs = [tokens.new_empty(0, 1 + k)], [logits.new_empty(0, 1 + k)]
-    for part in row_blocks(*logits.shape, logits.device):
+    for part in row_blocks(logits.shape[0], logits.shape[1], logits.device):
         block_ids, block_logprobs = _score_block(logits[part], tokens[part, None], k)
         ids.append(block_ids)
         logprobs.append(block_logprobs)

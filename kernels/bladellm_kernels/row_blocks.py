@@ -11,6 +11,6 @@ _CUDA_BLOCK = 1 << 23
 
 def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover `rows` rows in order; none when there are no rows."""
-    block = max(1, (_CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK) // columns)
+    block = max(1, (_CPU_BLOCK if device.type == "cpu" else _CUDA_BLOCK) // columns)
     for first in range(0, rows, block):
         yield slice(first, min(first + block, rows))

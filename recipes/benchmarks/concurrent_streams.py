@@ -56,11 +56,11 @@ def time_transformers(model: Any, ids: torch.Tensor, tokens: int) -> float:
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(args.threads)
     from transformers import AutoModelForCausalLM
 
     engine, reference = [], []
-    with LLM(args.model, device=args.device, dtype=args.dtype, max_running_requests=args.streams) as llm:
+    options = {"max_running_requests": args.streams, "cpu_threads": args.threads}
+    with LLM(args.model, device=args.device, dtype=args.dtype, **options) as llm:
         device = llm.ready.device
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
         ids = torch.tensor([[100, *llm.tokenizer.encode(PROMPT)]], device=device)
@@ -72,7 +72,9 @@ def main() -> None:
     ours, theirs = statistics.median(engine), statistics.median(reference)
     print(f"{args.streams} streams, BladeLLM Open: {ours:10.1f} tokens/s  {[round(rate) for rate in engine]}")
     print(f" 1 stream,  transformers:  {theirs:10.1f} tokens/s  {[round(rate) for rate in reference]}")
-    print(f"ratio {ours / theirs:.2f} on {device}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"ratio {ours / theirs:.2f} on {device}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
 
 
 if __name__ == "__main__":

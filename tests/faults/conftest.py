@@ -1,13 +1,14 @@
 """The fault tests' server, and a neighbour whose answers must not change whatever a test does beside it.
 
-Every test gets `server`, or the stricter `beside`, once with the fake engine and once, marked slow, with the real engine on
-the demo model. A test that needs the fake engine's commands takes `fake_server` and `beside`.
+Every test gets `server`, or the stricter `beside`, once with the fake engine and once, marked slow, with the real
+engine on the demo model. A test that needs the fake engine's commands takes `fake_server` and `beside`.
 """
 
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,7 +22,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """A live server shared by the tests: 64 slots, a KV cache of 16,384 tokens, a queue of 64, 1 MiB bodies."""
     engine = fake_command(step_seconds=0.004, kv_tokens=16384) if request.param == "fake" else "real"
     extra = {} if request.param == "fake" else {"kv_cache_gib": 0.0625, "device": "cpu"}
-    limits = {"max_running_requests": 64, "max_queue_size": 64, "max_body_mib": 1.0, "header_timeout": 1.0, "send_timeout": 2.0}
+    limits = {
+        "max_running_requests": 64,
+        "max_queue_size": 64,
+        "max_body_mib": 1.0,
+        "header_timeout": 1.0,
+        "send_timeout": 2.0,
+    }
     with LiveServer(engine, **limits, **extra) as live:
         warm_up(live)
         yield live
@@ -38,6 +45,13 @@ def fake_server(server: LiveServer) -> LiveServer:
 @pytest.fixture
 def beside(server: LiveServer) -> Iterator["Neighbour"]:
     """A neighbour streaming all through the test; afterwards its answers must be right and nothing may have leaked."""
+    with unharmed(server) as neighbour:
+        yield neighbour
+
+
+@contextmanager
+def unharmed(server: LiveServer) -> Iterator["Neighbour"]:
+    """`beside` for a server of the test's own."""
     assert_quiet(server)
     descriptors = server.open_fds()
     neighbour = Neighbour(server)

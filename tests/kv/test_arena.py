@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bladellm_runtime.kv.relocating import copy_rows
-from tests.kv.arena_cases import CPU, GEOMETRIES, Geometry, Reference
+from tests.kv.arena_cases import GEOMETRIES, Geometry, Reference
 
 NUMBERS = st.integers(0, 10**6)
 KINDS = ["memfd", "relocating"]
@@ -94,8 +94,8 @@ class RelocatingMachine(ArenaMachine):
     kind = "relocating"
 
 
-QUICK = settings(max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-THOROUGH = settings(QUICK, max_examples=1500, stateful_step_count=60)
+QUICK = settings(max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+THOROUGH = settings(QUICK, max_examples=500, stateful_step_count=60)
 
 TestMemfd = MemfdMachine.TestCase
 TestMemfd.settings = QUICK
@@ -203,12 +203,11 @@ def test_copy_rows_equals_a_copy_through_a_clone(data):
 def test_relocations_are_counted():
     geometry = Geometry(2, 2, 1, 8, torch.float32, num_slots=2, granules=10, max_granules=9)
     arena = geometry.arena("relocating")
-    arena.map(0, 4)
-    arena.map(1, 4)
-    bases = arena.base_row(0), arena.base_row(1)
+    arena.map(0, 2)
+    arena.map(1, 2)
     assert arena.relocated_granules == 0
-    arena.map(0, 6)
+    bases = arena.base_row(0), arena.base_row(1)
+    arena.map(0, 8)
     assert (arena.base_row(0), arena.base_row(1)) != bases
-    assert arena.relocated_granules > 0
-    assert arena.device == CPU
+    assert 2 <= arena.relocated_granules <= 4
     arena.close()

@@ -84,18 +84,20 @@ def test_growth_with_room_to_spare_moves_nothing():
 
 
 def test_moves_stay_rare_on_a_serving_trace():
-    """64 sequences of lognormal lengths, 90 % full: below 30 granules copied for each one mapped."""
+    """64 sequences of lognormal lengths, 90 % full: below 40 granules copied for each one mapped (usual: 17)."""
     random = np.random.default_rng()
-    lengths = np.maximum(2, random.lognormal(4, 0.8, 4000).astype(int))
-    memory = Memory(int(64 * lengths.mean() / 2 / 0.9) + 64)
-    targets, grown = {}, 0
-    for step in range(40_000):
-        slot = step % 64
-        if slot not in targets or memory.extents.length(slot) >= targets[slot] or not memory.extents.free:
+    memory = Memory(3000)
+    targets = {}
+    for _ in range(12_000):
+        slot = int(random.integers(64))
+        if memory.extents.length(slot) >= targets.get(slot, 0):
             memory.shrink(slot, 0)
-            targets[slot] = int(random.choice(lengths))
-            continue
+            prompt, answer = np.clip(random.lognormal(3, 0.8, 2), 1, 200).astype(int)
+            targets[slot] = int(prompt + answer)
+            if memory.extents.free >= 500:
+                memory.grow(slot, int(prompt))
+        while memory.extents.free <= 300:
+            memory.shrink(int(random.integers(64)), 0)
         memory.grow(slot, memory.extents.length(slot) + 1)
-        grown += 1
     memory.check()
-    assert memory.moved < 30 * grown
+    assert memory.moved < 40 * memory.stamp

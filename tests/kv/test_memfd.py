@@ -32,11 +32,11 @@ def file_mappings():
     return [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in lines]
 
 
-def churn(arena, reference, steps, seed):
+def churn(arena, reference, steps):
     """Random maps and unmaps, with aliases."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng()
     for _ in range(steps):
-        slot, other = random.integers(arena.spec.num_slots, size=2)
+        slot, other = (int(number) for number in random.integers(arena.spec.num_slots, size=2))
         held = reference.held(slot)
         if held and random.random() < 0.5:
             arena.unmap(slot, keep := int(random.integers(len(held))))
@@ -80,7 +80,7 @@ def test_aliased_slots_share_memory_until_the_last_one_lets_go():
 def test_exactly_the_mapped_granules_are_accessible():
     arena = GEOMETRY.arena("memfd")
     reference = Reference(arena)
-    churn(arena, reference, 300, seed=None)
+    churn(arena, reference, 300)
     reference.check()
     expected = set()
     page = os.sysconf("SC_PAGESIZE")
@@ -94,10 +94,21 @@ def test_exactly_the_mapped_granules_are_accessible():
     arena.close()
 
 
+def test_a_growing_slot_continues_its_run():
+    """Granules that follow each other in the file are one mapping, whatever order others were freed in."""
+    arena = GEOMETRY.arena("memfd")
+    arena.apply([], [(0, 2), (1, 3), (2, 1)])
+    arena.apply([(1, 0), (2, 0)], [(0, 4)])
+    arena.map(0, 5)
+    assert len(file_mappings()) == 3
+    assert arena.mappings == 3 * (1 + 1 + 1)
+    arena.close()
+
+
 def test_neither_mappings_nor_files_stay_after_close_or_collection():
     def use(close):
         arena = GEOMETRY.arena("memfd")
-        churn(arena, Reference(arena), 50, seed=None)
+        churn(arena, Reference(arena), 50)
         if close:
             arena.close()
 
@@ -192,14 +203,16 @@ def test_a_planned_arena_never_meets_the_mapping_limit(monkeypatch, tmp_path):
     arena = make_arena("memfd", spec, 2, 16, torch.float32, CPU)
     random = np.random.default_rng()
     most = spec.max_tokens // spec.granule_tokens
-    for _ in range(3000):
+    for step in range(2000):
         slot = int(random.integers(8))
         free = spec.num_granules - sum(arena.mapped(s) for s in range(8))
         if random.random() < 0.3:
             arena.unmap(slot, int(random.integers(arena.mapped(slot) + 1)))
         elif free and arena.mapped(slot) < most:
             arena.map(slot, arena.mapped(slot) + 1)
-        assert len(file_mappings()) <= arena.mappings <= 200
+        assert arena.mappings <= 200
+        if step % 50 == 0:
+            assert len(file_mappings()) <= arena.mappings
     arena.close()
 
 
@@ -207,13 +220,17 @@ def test_the_systems_own_limit_is_survived():
     """Without the arena's limit, in a process of its own: mmap fails with ENOMEM, and the arena goes on after it."""
     script = """
         import torch
-        from bladellm_runtime.kv import memfd
+        from bladellm_runtime.kv import memfd, virtual
         from bladellm_runtime.kv.spec import KvGroup, KvSpec
         limit = 2 * memfd.mapping_limit()
         memfd.mapping_limit = lambda: 1 << 40
         count = 2 * limit
         spec = KvSpec((KvGroup((0,), 4096),), 1, count, 2, count)
         arena = memfd.MemfdArena(spec, 1, 512, torch.float32, torch.device("cpu"))
+        # Python itself cannot live without mappings: it gets these back once the arena has met the limit.
+        ballast = virtual.AddressRange(2000 * 4096)
+        for address in range(ballast.address, ballast.address + ballast.size, 8192):
+            virtual.map_memory(address, 4096, 1, virtual.UNUSED | virtual.MAP_FIXED)
         held = 0
         try:
             while True:
@@ -221,8 +238,9 @@ def test_the_systems_own_limit_is_survived():
                 arena.map(1, held + 1)
                 held += 1
         except MemoryError as error:
+            ballast.close()
             print(error)
-        assert limit * 0.9 < 2 * held <= limit, held
+        assert limit * 0.8 < 2 * held <= limit, held
         arena.view(0, 0, held)[-1] = 1.0
         arena.unmap(1, held // 2)
         arena.map(0, held + 5)

@@ -15,14 +15,16 @@ from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogprobs
 
-VOCAB = 24
+VOCAB = 64
 EOS = frozenset({0, 1})
-POISON = 23
+POISON = 63
 """Sampling this token stands for logits that are not finite."""
 
 
 def spec_of(granule_tokens: int, num_granules: int, num_slots: int, max_tokens: int = 64) -> KvSpec:
-    return KvSpec((KvGroup((0,), 1),), granule_tokens, num_granules, num_slots, -(-max_tokens // granule_tokens) * granule_tokens)
+    return KvSpec(
+        (KvGroup((0,), 1),), granule_tokens, num_granules, num_slots, -(-max_tokens // granule_tokens) * granule_tokens
+    )
 
 
 def limits_of(max_batch_tokens: int = 64, prefill_chunk_tokens: int = 64, max_model_len: int = 64) -> SchedulerLimits:
@@ -49,7 +51,11 @@ def answer_limit(request: AddRequest, limits: SchedulerLimits, spec: KvSpec) -> 
     count = 0
     while asked is None or count < asked:
         kv_tokens = len(request.prompt) + count
-        if kv_tokens + 1 > limits.max_model_len or spec.granules(kv_tokens) > spec.num_granules or kv_tokens > spec.max_tokens:
+        if (
+            kv_tokens + 1 > limits.max_model_len
+            or spec.granules(kv_tokens) > spec.num_granules
+            or kv_tokens > spec.max_tokens
+        ):
             break
         count += 1
     return count
@@ -128,7 +134,9 @@ class FakeDevice:
             assert sum(self.granules.values()) <= self.spec.num_granules, "more granules are mapped than exist"
 
     def _load(self, load: SlotLoad) -> None:
-        assert all(load.slot not in earlier.slots for earlier, _ in self.in_flight), "slot reused under a step in flight"
+        assert all(load.slot not in earlier.slots for earlier, _ in self.in_flight), (
+            "slot reused under a step in flight"
+        )
         previous = self.loads.get(load.slot)
         assert previous is None or load.generation > previous.generation
         request = self.requests[load.choice]

@@ -21,11 +21,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         granule_tokens=st.integers(1, 5),
-        num_granules=st.integers(2, 24),
+        num_granules=st.integers(2, 16),
         num_slots=st.integers(1, 5),
         max_batch_tokens=st.integers(1, 16),
         prefill_chunk_tokens=st.integers(1, 16),
-        max_model_len=st.integers(4, 40),
+        max_model_len=st.integers(4, 48),
         depth=st.integers(1, 2),
     )
     def start(
@@ -48,7 +48,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens = min(min_tokens, max_tokens)
         self.sim.add(prompt, max_tokens=max_tokens, min_tokens=min_tokens, **params)
 
-    @rule(prompt=st.sampled_from([[], [VOCAB], [3, -1], [2] * 41]))
+    @rule(sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(8, 40)), min_size=2, max_size=6))
+    def add_crowd(self, sizes):
+        for length, max_tokens in sizes:
+            prompt = [(7 * len(self.sim.requests) + i) % VOCAB for i in range(length)]
+            self.sim.add(prompt, max_tokens=max_tokens, ignore_eos=True)
+
+    @rule(prompt=st.sampled_from([[], [VOCAB], [3, -1], [2] * 49]))
     def add_impossible(self, prompt):
         assert self.sim.add(prompt) not in self.sim.live
 
@@ -92,7 +98,9 @@ class TestSchedulerLong(SchedulerMachine.TestCase):
     settings = settings(quick, max_examples=1000, stateful_step_count=50)
 
 
-def run_workload(seed: int, depth: int, *, granules: int, budget: int, chunk: int) -> tuple[list[list[RequestDelta]], int]:
+def run_workload(
+    seed: int, depth: int, *, granules: int, budget: int, chunk: int
+) -> tuple[list[list[RequestDelta]], int]:
     """Requests that arrive over time; returns what each got, and the preemptions it took."""
     draw = random.Random(seed)
     sim = Simulation(limits_of(budget, chunk, 60), spec_of(3, granules, 6, 60), depth)

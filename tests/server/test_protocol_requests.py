@@ -12,31 +12,7 @@ from bladellm_runtime.server.completions import parse_completion
 from bladellm_runtime.server.context import RequestContext, SamplingDefaults, fit_max_tokens
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.unsupported import BOOKKEEPING_FIELDS
-
-VOCAB = 500
-CTX = RequestContext(["demo", "alias"], max_model_len=100, kv_tokens=1000, vocab_size=VOCAB)
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-def completion(ctx=CTX, **fields):
-    return parse_completion({"prompt": "hello", **fields}, ctx)
-
-
-def chat(ctx=CTX, **fields):
-    return parse_chat({"messages": HELLO, **fields}, ctx)
-
-
-def refusal(parse, param, **fields):
-    with pytest.raises(ApiError) as caught:
-        parse(**fields)
-    error = caught.value
-    assert 400 <= error.status < 500
-    assert error.param == param, error.message
-    assert len(error.body()) < 1500
-    return error
-
-
-BOTH = pytest.mark.parametrize("parse", [completion, chat])
+from tests.server.calls import BOTH, CTX, VOCAB, chat, completion, refusal
 
 
 @BOTH
@@ -322,82 +298,3 @@ def test_unknown_fields_are_listed_or_refused(parse):
     strict = RequestContext(["m"], 100, 1000, VOCAB, strict=True)
     assert refusal(lambda **fields: parse(strict, **fields), "zeta", zeta=1).code == "unknown_field"
     assert parse(strict, **dict.fromkeys(BOOKKEEPING_FIELDS, "x"), n=2).params.n == 2
-
-
-# Messages
-
-
-def test_messages_in_every_accepted_form():
-    messages = [
-        {"role": "developer", "content": "be kind"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
-        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "reasoning_content": "hm"},
-        {"role": "user", "content": ""},
-    ]
-    assert chat(messages=messages).messages == [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "a\nb", "name": "Ann"},
-        {"role": "assistant", "content": "c", "reasoning_content": "hm"},
-        {"role": "user", "content": ""},
-    ]
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        (None, "messages"), ([], "messages"), ("hi", "messages"), ({}, "messages"), ([None], "messages[0]"),
-        (["hi"], "messages[0]"), ([{}], "messages[0].role"), ([{"role": "robot", "content": "x"}], "messages[0].role"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"), ([{"role": [], "content": "x"}], "messages[0].role"),
-        ([{"role": "user"}], "messages[0].content"), ([{"role": "user", "content": None}], "messages[0].content"),
-        ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": []}], "messages[0].content"),
-        ([*HELLO, {"role": "user", "content": ["x"]}], "messages[1].content[0]"),
-        ([{"role": "user", "content": [IMAGE]}], "messages[0].content[0].type"),
-        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
-        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
-        ([{"role": "user", "content": "x", "name": 1}], "messages[0].name"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
-    ],
-)  # fmt: skip
-def test_bad_messages_name_their_place(messages, param):
-    assert refusal(chat, param, messages=messages).status == 400
-
-
-def test_how_the_templated_prompt_ends():
-    call = chat()
-    assert (call.add_generation_prompt, call.continue_final_message, call.resume_response) == (True, False, None)
-    call = chat(messages=[*HELLO, {"role": "assistant", "content": "I"}], continue_final_message=True)
-    assert (call.add_generation_prompt, call.continue_final_message) == (False, True)
-    assert chat(resume_response="Sure, ").resume_response == "Sure, "
-    assert not chat(add_generation_prompt=False).add_generation_prompt
-    refusal(chat, "continue_final_message", continue_final_message=True)
-    final = [*HELLO, {"role": "assistant", "content": "I"}]
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    refusal(chat, "continue_final_message", messages=final, **both)
-    refusal(chat, "resume_response", messages=final, continue_final_message=True, resume_response="x")
-    refusal(chat, "resume_response", resume_response=5)
-
-
-def test_template_variables_are_scalars_and_never_internals():
-    kwargs = {"enable_thinking": False, "style": "short", "budget": 5, "x": None, "y": 0.5}
-    assert chat(chat_template_kwargs=kwargs).chat_template_kwargs == kwargs
-    for name in (
-        "tokenize",
-        "messages",
-        "chat_template",
-        "tools",
-        "bos_token",
-        "_x",
-        "a.b",
-        "",
-        "strftime_now",
-        "x" * 65,
-    ):
-        refusal(chat, "chat_template_kwargs", chat_template_kwargs={name: 1})
-    refusal(chat, "chat_template_kwargs.a", chat_template_kwargs={"a": [1]})
-    refusal(chat, "chat_template_kwargs", chat_template_kwargs={"a": "x" * 1025})
-    refusal(chat, "chat_template_kwargs", chat_template_kwargs={f"a{number}": 1 for number in range(33)})
-    refusal(chat, "chat_template_kwargs", chat_template_kwargs=[1])

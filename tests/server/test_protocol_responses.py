@@ -184,6 +184,18 @@ def test_offsets_point_into_the_text(tokens):
             assert PIECES[token].decode() in text[offset : offset + 4]
 
 
+def test_hidden_tokens_take_no_room_in_the_text():
+    entries = ChoiceLogprobs(PIECES.__getitem__, hidden={1}).extend(
+        [TokenLogprobs([id], [-1.0]) for id in (0, 1, 0, 4)]
+    )
+    assert [(entry.token, entry.offset) for entry in entries] == [
+        (b"Hel", 0),
+        (b"lo", 3),
+        (b"Hel", 3),
+        ("é".encode(), 6),
+    ]
+
+
 def test_not_a_number_never_reaches_json():
     entry = ChoiceLogprobs(PIECES.__getitem__).extend([TokenLogprobs([0, 1], [math.nan, math.nan])])[0]
     assert entry == TokenLogprob(b"Hel", -9999.0, entry.top, 0)

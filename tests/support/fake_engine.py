@@ -1,8 +1,8 @@
-"""An engine without a model: it speaks the wire's messages, and its tokens are a pure function of prompt, choice and position.
+"""An engine without a model: it speaks the wire's messages, and a token depends on prompt, choice and position only.
 
 A prompt whose text holds a command makes it misbehave or say a given text:
 
-- `@fake:say:TEXT`            the tokens of TEXT (to the end of the line, or to `<|im_end|>`), then the end of the sequence
+- `@fake:say:TEXT`            the tokens of TEXT, to the end of the line or to the next `<`, then end of sequence
 - `@fake:error:CODE`          the request ends with this error before its first token
 - `@fake:error_after:N:CODE`  the same after N tokens
 - `@fake:die` / `@fake:hang`  the process ends at once / the loop stops for ever
@@ -71,6 +71,7 @@ class Running:
     command: str
     argument: str
     scheduled_at: float
+    key: int
     script: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
 
@@ -91,10 +92,18 @@ def words() -> list[int]:
     return sorted(token for text, token in vocab.items() if re.fullmatch(r"Ġ[A-Za-z]+", text))
 
 
+def key_of(prompt: list[int], choice: int) -> int:
+    """What the tokens of an answer depend on, beside their position."""
+    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in prompt)) ^ (choice * 0x9E3779B1)
+
+
+def token_at(key: int, position: int) -> int:
+    return words()[((key + 7919 * position) * 2654435761 >> 7) % len(words())]
+
+
 def expected_tokens(prompt: list[int], count: int, choice: int = 0) -> list[int]:
     """The tokens this engine generates for a prompt without a command."""
-    state = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in prompt)) ^ (choice * 0x9E3779B1)
-    return [words()[((state + 7919 * position) * 2654435761 >> 7) % len(words())] for position in range(count)]
+    return [token_at(key_of(prompt, choice), position) for position in range(count)]
 
 
 def expected_text(prompt: list[int], count: int, choice: int = 0) -> str:
@@ -114,7 +123,9 @@ class FakeEngine:
         self._settings = settings
         self._waiting: deque[AddRequest] = deque()
         self._running: dict[int, Running] = {}
-        self._stats = EngineStats(slots=settings.slots, kv_granules=granules(settings.kv_tokens), granule_tokens=GRANULE_TOKENS)
+        self._stats = EngineStats(
+            slots=settings.slots, kv_granules=granules(settings.kv_tokens), granule_tokens=GRANULE_TOKENS
+        )
         self._stop = False
 
     def run(self) -> None:
@@ -162,7 +173,10 @@ class FakeEngine:
             if granules(len(request.prompt) + (request.params.max_tokens or 0)) > self._stats.kv_granules:
                 refused.append(self._waiting.popleft())
                 continue
-            if self._used() + granules(len(request.prompt) + (request.params.max_tokens or 0)) > self._stats.kv_granules:
+            if (
+                self._used() + granules(len(request.prompt) + (request.params.max_tokens or 0))
+                > self._stats.kv_granules
+            ):
                 break
             self._waiting.popleft()
             self._start(request)
@@ -171,7 +185,8 @@ class FakeEngine:
     def _start(self, request: AddRequest) -> None:
         found = COMMAND.search(tokenizer().decode(request.prompt[-512:], skip_special_tokens=False))
         command, argument = (found.group(1), found.group(2) or "") if found else ("", "")
-        running = Running(request, command, argument, time.monotonic())
+        key = key_of(request.prompt, request.choice)
+        running = Running(request, command, argument, time.monotonic(), key)
         if command == "say":
             running.script = [*tokenizer().encode(argument, add_special_tokens=False).ids, EOS]
         self._stats.prompt_tokens += len(request.prompt)
@@ -211,7 +226,7 @@ class FakeEngine:
     def _next_token(self, running: Running, position: int) -> int:
         if running.script is not None:
             return running.script[min(position, len(running.script) - 1)]
-        return expected_tokens(running.request.prompt, position + 1, running.request.choice)[-1]
+        return token_at(running.key, position)
 
     def _stops(self, running: Running, token: int) -> bool:
         params = running.request.params

@@ -1,5 +1,6 @@
 """A whole server in a process of its own, on a free port, for tests that talk to it over HTTP."""
 
+import http.client
 import json
 import os
 import signal
@@ -124,7 +125,7 @@ class LiveServer:
         headers: dict[str, str] | None = None,
         timeout: float = 30.0,
     ) -> tuple[int, bytes, dict[str, str]]:
-        """One request; returns status, body and headers (names in lower case). A `body` that is not bytes goes as JSON."""
+        """One request: status, body, and headers by lower-case name. A `body` that is not bytes is sent as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
         if data is not None:
@@ -177,12 +178,50 @@ class LiveServer:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class OpenStream:
+    """A streamed completion that the test reads at its own pace, and may leave."""
+
+    def __init__(self, server: LiveServer, body: dict[str, Any], path: str = "/v1/completions") -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        payload = json.dumps({"model": "demo", "stream": True, **body})
+        self._connection.request("POST", path, payload, {"Content-Type": "application/json"})
+        self._response: http.client.HTTPResponse | None = None
+
+    @property
+    def response(self) -> http.client.HTTPResponse:
+        """The response, waiting for its head."""
+        if self._response is None:
+            self._response = self._connection.getresponse()
+        return self._response
+
+    def read(self, count: int) -> list[dict[str, Any]]:
+        """The next `count` events."""
+        found: list[dict[str, Any]] = []
+        while len(found) < count:
+            line = self.response.readline()
+            assert line, "the stream ended early"
+            if line.startswith(b"data: "):
+                found.append(json.loads(line.removeprefix(b"data: ")))
+        return found
+
+    def rest(self) -> list[dict[str, Any]]:
+        """All further events, to the `[DONE]` that must end the stream."""
+        # `read` stops after a line, in front of the empty one that ends its event.
+        return events(self.response.read().removeprefix(b"\n"))
+
+    def close(self) -> None:
+        """Leave."""
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+
 def events(answer: bytes) -> list[dict[str, Any]]:
     """The objects of a server-sent event stream that ends, as it must, with one `[DONE]`."""
     parts = answer.decode().split("\n\n")
     assert parts[-1] == "", "the stream was cut inside an event"
     lines = [part for part in parts[:-1] if not part.startswith(":")]
-    assert all(line.startswith("data: ") for line in lines), answer
+    assert all(line.startswith("data: ") for line in lines), answer[:500]
     assert lines, "an empty stream"
     assert lines[-1] == "data: [DONE]", answer[-200:]
     assert "data: [DONE]" not in lines[:-1]
@@ -208,11 +247,11 @@ def main() -> int:
     launch = json.loads(sys.argv[1])
     args = ServingArgs(**launch["args"])
 
-    def on_ready(address: str, state: Any) -> None:
-        print(json.dumps({"url": address, "engine_pid": state.client.process_id}), flush=True)
+    def on_ready(address: str, client: Any) -> None:
+        print(json.dumps({"url": address, "engine_pid": client.process_id}), flush=True)
 
     try:
-        return serve(args, Path(args.model), engine_command=launch["command"], on_ready=on_ready)
+        return serve(args, Path(args.model), on_ready=on_ready, engine_command=launch["command"])
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -130,6 +130,11 @@ def test_receive_waits_no_longer_than_asked(pair):
     assert 0.15 < time.monotonic() - started < 1.0
 
 
+def send_many(port, message, count):
+    for _ in range(count):
+        port.send(message)
+
+
 def test_a_front_end_that_stops_reading_cannot_hang_the_engine(pair, monkeypatch):
     front, port = pair
     front.send(transport.encode(Shutdown()))
@@ -138,8 +143,7 @@ def test_a_front_end_that_stops_reading_cannot_hang_the_engine(pair, monkeypatch
     started = time.monotonic()
     filler = StepOutput([RequestDelta(1, list(range(500)))], EngineStats())
     with pytest.raises(FrontEndGone):
-        for _ in range(20 * transport.HIGH_WATER_MARK):
-            port.send(filler)
+        send_many(port, filler, 20 * transport.HIGH_WATER_MARK)
     assert time.monotonic() - started < 10
 
 
@@ -148,8 +152,7 @@ def test_sending_to_nobody_ends_too(monkeypatch):
     port = EnginePort(address)
     monkeypatch.setattr(transport, "SEND_PATIENCE", 0.2)
     with pytest.raises(FrontEndGone):
-        for _ in range(2 * transport.HIGH_WATER_MARK):
-            port.send(StepOutput([], EngineStats()))
+        send_many(port, StepOutput([], EngineStats()), 2 * transport.HIGH_WATER_MARK)
     port.close()
     folder.cleanup()
 

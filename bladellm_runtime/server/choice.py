@@ -1,0 +1,134 @@
+"""One choice of a running request: from the engine's deltas to pieces of its answer, and its times."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from bladellm_runtime.request import FinishReason
+from bladellm_runtime.server.logprobs import ChoiceLogprobs, TokenLogprob
+from bladellm_runtime.server.metrics import Metrics
+from bladellm_runtime.text.stream import TextDelta, TextStream
+from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_runtime.wire.messages import AddRequest, RequestDelta
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a choice's answer; neighbours are merged while the client is slow."""
+
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+
+    def merge(self, later: "Piece") -> None:
+        """Append the piece that follows."""
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish = later.finish
+
+
+class RunningChoice:
+    """Follows one choice. `on_delta` is its sink: it hands each piece on, and the error code if the choice failed."""
+
+    __slots__ = (
+        "_emit",
+        "_last_at",
+        "_logprobs",
+        "_metrics",
+        "_scheduled_at",
+        "_stream",
+        "echo",
+        "first_at",
+        "index",
+        "request",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: AddRequest,
+        echo: str | None,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        emit: Callable[["RunningChoice", Piece, str | None], None],
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.echo = echo
+        self.first_at = 0.0
+        self._emit = emit
+        self._metrics = metrics
+        self._stream = TextStream(tokenizer, request)
+        self._logprobs = None if request.params.logprobs is None else ChoiceLogprobs(tokenizer.token_bytes)
+        self._scheduled_at = 0.0
+        self._last_at = 0.0
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._stream.completion_tokens
+
+    @property
+    def finished(self) -> bool:
+        """True after the last delta."""
+        return self._stream.finished
+
+    @property
+    def stopped_early(self) -> bool:
+        """True when a stop string ended the choice and the engine does not know yet."""
+        return self._stream.stopped_early
+
+    def on_delta(self, delta: RequestDelta) -> None:
+        """Take the next delta of the engine."""
+        text = self._stream.feed(delta)
+        self._clock(len(text.tokens), delta.scheduled_at)
+        piece = Piece(text.text, None, text.finish)
+        if self._logprobs is not None:
+            piece.logprobs = self._read_logprobs(self._logprobs, delta, text)
+        if self.echo is not None:
+            piece.text = self.echo + piece.text
+            self.echo = None
+        if text.finish is not None:
+            self._count_end(text.finish)
+        self._emit(self, piece, (text.error or text.finish) if text.finish in _FAILED else None)
+
+    def _read_logprobs(self, logprobs: ChoiceLogprobs, delta: RequestDelta, text: TextDelta) -> list[TokenLogprob]:
+        entries: list[TokenLogprob] = []
+        if self.echo is not None:
+            entries += logprobs.prompt(self.request.prompt, delta.prompt_logprobs or [])
+        return entries + logprobs.extend(text.logprobs or [])
+
+    def _clock(self, tokens: int, scheduled_at: float | None) -> None:
+        """Note when tokens came."""
+        if scheduled_at is not None:
+            self._scheduled_at = scheduled_at
+        if not tokens:
+            return
+        now = monotonic()
+        if self._last_at:
+            self._metrics.inter_token_latency.observe(now - self._last_at)
+        else:
+            self.first_at = now
+            self._metrics.time_to_first_token.observe(now - self.request.arrival)
+            if self._scheduled_at:
+                self._metrics.queue_time.observe(self._scheduled_at - self.request.arrival)
+                self._metrics.prefill_time.observe(now - self._scheduled_at)
+        self._last_at = now
+
+    def _count_end(self, finish: FinishReason) -> None:
+        metrics, tokens = self._metrics, self.completion_tokens
+        metrics.finished[finish.value] += 1
+        if finish in _FAILED:
+            return
+        metrics.latency.observe(monotonic() - self.request.arrival)
+        metrics.prompt_length.observe(len(self.request.prompt))
+        metrics.answer_length.observe(tokens)
+        metrics.decode_time.observe(self._last_at - self.first_at)
+        if self._scheduled_at:
+            metrics.inference_time.observe(self._last_at - self._scheduled_at)
+        if tokens > 1:
+            metrics.time_per_output_token.observe((self._last_at - self.first_at) / (tokens - 1))
+
+
+_FAILED = (FinishReason.ERROR, FinishReason.ABORT)

@@ -1,0 +1,228 @@
+"""A server's life: bind, start the engine, serve, drain on a signal, end with the engine."""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.errors import UserError
+from bladellm_runtime.server.app import create_app
+from bladellm_runtime.server.generation import expire
+from bladellm_runtime.server.listener import allow_descriptors, bind, protocol_class, url_of
+from bladellm_runtime.server.state import ServerState, make_state
+from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.host import DEFAULT_COMMAND
+from bladellm_runtime.wire.transport import EnginePort
+
+ENGINE_START_SECONDS = 3600.0
+ENGINE_STOP_SECONDS = 10.0
+EXPIRE_SECONDS = 0.1
+FLUSH_SECONDS = 1.0
+"""Seconds that last events get to leave, at the end of a drain."""
+DEAD_ENGINE_SECONDS = 3.0
+"""How long a server whose engine died goes on answering 503, so that probes and clients learn of it."""
+COLLECT_AFTER = 20_000
+"""Allocations between collections: a step of 256 streams makes a few thousand objects, none of them in cycles."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+OnReady = Callable[[str, EngineClient], None]
+
+
+def serve(
+    args: ServingArgs, model_folder: Path, *, on_ready: OnReady | None = None, engine_command: list[str] | None = None
+) -> int:
+    """Serve the model in `model_folder` until SIGTERM, SIGINT or the engine's end; returns the exit code.
+
+    0 after a signal: the first one makes `/ready` answer 503 and refuses new requests, running ones may finish within
+    --shutdown_timeout; the second one ends them at once. 1 when the engine died. `on_ready` gets the URL and the
+    engine's client. Raises `UserError` when the server cannot start, a signal during the start included.
+    """
+    listener = bind(args.host, args.port)
+    try:
+        allow_descriptors(args.max_connections)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            server = Server(args, model_folder, listener, engine_command or DEFAULT_COMMAND)
+            return runner.run(server.run(on_ready))
+    finally:
+        listener.close()
+
+
+class Server:
+    """One run of a server on a bound socket."""
+
+    def __init__(
+        self, args: ServingArgs, model_folder: Path, listener: socket.socket, engine_command: list[str]
+    ) -> None:
+        self._args = dataclasses.replace(args, model=str(model_folder))
+        self._names = args.served_model_name or [args.model]
+        self._folder = model_folder
+        self._listener = listener
+        self._command = engine_command
+        self._signals = 0
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._engine_died = asyncio.Event()
+
+    async def run(self, on_ready: OnReady | None) -> int:
+        """Start, serve and stop; returns the exit code."""
+        with self._handle_signals():
+            client, tokenizer = await self._start()
+            try:
+                state = make_state(
+                    dataclasses.replace(self._args, served_model_name=self._names), self._folder, client, tokenizer
+                )
+                client.on_failure.append(lambda _: self._engine_died.set())
+                return await self._serve(state, on_ready)
+            finally:
+                stuck = client.heartbeat_age() > self._args.engine_timeout
+                await client.close(0.0 if stuck else ENGINE_STOP_SECONDS)
+
+    async def _start(self) -> tuple[EngineClient, Tokenizer]:
+        """Start the engine and load the tokenizer, side by side; a signal ends both."""
+        starting = asyncio.ensure_future(self._load())
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not starting.done():
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, UserError):
+                client, _ = await starting
+                await client.close(1.0)
+            raise _Interrupted("stopped by a signal before the model was loaded")
+        return starting.result()
+
+    async def _load(self) -> tuple[EngineClient, Tokenizer]:
+        engine = asyncio.create_task(self._start_engine())
+        folder = Path(self._args.tokenizer_dir) if self._args.tokenizer_dir else self._folder
+        template = Path(self._args.chat_template) if self._args.chat_template else None
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer.load, folder, template)
+            return await engine, tokenizer
+        except BaseException:
+            engine.cancel()
+            with contextlib.suppress(asyncio.CancelledError, UserError):
+                await (await engine).close(1.0)
+            raise
+
+    async def _start_engine(self) -> EngineClient:
+        if not self._args.disable_frontend_multiprocessing:
+            return await EngineClient.start_process(self._command, self._args, ENGINE_START_SECONDS)
+        from bladellm_runtime.engine.process import run_engine
+
+        def run(port: EnginePort) -> None:
+            run_engine(port, self._args)
+
+        return await EngineClient.start_thread(run, ENGINE_START_SECONDS)
+
+    async def _serve(self, state: ServerState, on_ready: OnReady | None) -> int:
+        server = _QuietServer(_uvicorn_config(state))
+        http = asyncio.create_task(server.serve([self._listener]))
+        housekeeping = asyncio.create_task(_expire_forever(state))
+        # What is alive now stays alive: keep the collector from walking it in the middle of a burst of tokens.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(COLLECT_AFTER, 10, 50)
+        while not server.started and not http.done():
+            await asyncio.sleep(0.01)
+        if on_ready is not None and server.started:
+            on_ready(url_of(self._listener), state.client)
+        code = await self._until_end(state, http)
+        housekeeping.cancel()
+        server.should_exit = True
+        await http
+        state.pool.close()
+        return code
+
+    async def _until_end(self, state: ServerState, http: "asyncio.Task[None]") -> int:
+        """Wait for a signal or the engine's death, and end the open requests as that demands."""
+        await _first_of(self._stop.wait(), self._engine_died.wait(), asyncio.shield(http))
+        if self._engine_died.is_set():
+            await _first_of(asyncio.sleep(DEAD_ENGINE_SECONDS), self._hurry.wait())
+            return 1
+        state.draining = True
+        drained = asyncio.create_task(_until_idle(state))
+        await _first_of(
+            drained, asyncio.sleep(self._args.shutdown_timeout), self._hurry.wait(), self._engine_died.wait()
+        )
+        state.end_all("server_shutting_down")
+        await _first_of(_until_idle(state), asyncio.sleep(FLUSH_SECONDS))
+        for generation in list(state.generations):
+            generation.give_up_reader()
+        return 1 if self._engine_died.is_set() else 0
+
+    @contextlib.contextmanager
+    def _handle_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:
+            self._hurry.set()
+
+
+class _Interrupted(UserError):
+    exit_code = 130
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers: signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(state),
+        http=protocol_class(state.args),
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        # Between two requests a client is as slow as one that does not send its headers.
+        timeout_keep_alive=state.args.header_timeout,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=int(FLUSH_SECONDS),
+    )
+
+
+async def _expire_forever(state: ServerState) -> None:
+    while True:
+        await asyncio.sleep(EXPIRE_SECONDS)
+        expire(state)
+
+
+async def _until_idle(state: ServerState) -> None:
+    while state.admission.open:
+        await asyncio.sleep(0.02)
+
+
+async def _first_of(*waits: Awaitable[object]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

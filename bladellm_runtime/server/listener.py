@@ -1,0 +1,209 @@
+"""The listening socket and a uvicorn protocol with the limits that uvicorn's own lacks.
+
+Ours adds: a time limit and a size limit for request headers, a cap on connections that is told in HTTP, and an end to
+connections whose client does not read their last bytes.
+"""
+
+import asyncio
+import logging
+import resource
+import socket
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.errors import UserError
+from bladellm_runtime.server.errors import ApiError
+from bladellm_runtime.server.exchange import ABORT_EXTENSION
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 16384
+MAX_HEADERS = 100
+BACKLOG = 2048
+SEND_BUFFER_BYTES = 131072
+"""Kernel buffer of a connection: with the transport's 64 KiB it bounds what an unread stream holds."""
+DESCRIPTORS_BESIDE_CONNECTIONS = 128
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening. Raises `UserError` when that is not possible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UserError(f"--host {host} is not an address of this machine: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    try:
+        listener.bind(address)
+        # Listening already here makes the port ours while the model loads: a second server fails at once.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"--port {port} on {host} cannot be used: {error.strerror}; choose another, or 0") from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL clients on this machine can use."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def allow_descriptors(connections: int) -> None:
+    """Raise this process' limit of open files to what the connections may need, as far as it is allowed to."""
+    wanted = connections + DESCRIPTORS_BESIDE_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    if reachable < wanted:
+        logger.warning("ulimit -n is %d: --max_connections %d cannot be reached", reachable, connections)
+
+
+def protocol_class(args: ServingArgs) -> type[HttpToolsProtocol]:
+    """`GuardedProtocol` with these arguments' limits."""
+    limits = {
+        "header_timeout": args.header_timeout,
+        "send_timeout": args.send_timeout,
+        "max_connections": args.max_connections,
+    }
+    return type("Protocol", (GuardedProtocol,), limits)
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Its limits are class attributes, set by `protocol_class`."""
+
+    header_timeout = 10.0
+    send_timeout = 60.0
+    max_connections = 4096
+
+    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._quiet_bytes = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._abort_timer: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse the connection beyond the cap; else the time for its first request begins."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, "The server has as many connections as it takes; try again later")
+            return
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers."""
+        self._stop_header_timer()
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, unless the parser only collects it: a header, a trailer or a chunk's head without end."""
+        if self._refused:
+            return
+        self._quiet_bytes += len(data)
+        super().data_received(data)
+        if self._quiet_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        """A request begins: so does the time for its headers."""
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+        self._start_header_timer()
+
+    def on_headers_complete(self) -> None:
+        """Hand the request on, unless its headers are too large or too many."""
+        self._stop_header_timer()
+        self._quiet_bytes = 0
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse_headers()
+        elif not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hand the body on."""
+        self._quiet_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The body is complete."""
+        self._quiet_bytes = 0
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn says to bytes that are not HTTP, as the error object."""
+        self._refuse(400, msg)
+
+    def on_response_complete(self) -> None:
+        """See that a connection that is closing does close."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_later()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection."""
+        super().timeout_keep_alive_handler()
+        self._abort_later()
+
+    def shutdown(self) -> None:
+        """Close the connection, or have it closed after its answer."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._abort_later()
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"The request headers are larger than {MAX_HEADER_BYTES} bytes or more than {MAX_HEADERS}")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer without the application, and close; in the middle of an answer there is no place for another."""
+        self._refused = True
+        self._stop_header_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = ApiError(status, message).body()
+        self.transport.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (status, _REASONS[status], len(body), body)
+        )
+        self.transport.close()
+        self._abort_later()
+
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_timeout, self._on_slow_headers)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_slow_headers(self) -> None:
+        self._header_timer = None
+        if not self._refused and not self.transport.is_closing():
+            self._refuse(408, "The request headers did not arrive in time")
+
+    def _abort_later(self) -> None:
+        """Closing waits until the client has read everything; wait no longer than for any other unread answer."""
+        if self._abort_timer is None:
+            self._abort_timer = self.loop.call_later(self.send_timeout, self.transport.abort)

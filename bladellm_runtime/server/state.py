@@ -1,0 +1,101 @@
+"""What the handlers of one server share."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from bladellm_runtime.config import ServingArgs, read_api_keys
+from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.server.auth import Authenticator
+from bladellm_runtime.server.context import RequestContext, SamplingDefaults
+from bladellm_runtime.server.errors import ApiError
+from bladellm_runtime.server.health import obstacle
+from bladellm_runtime.server.limits import Admission
+from bladellm_runtime.server.metrics import Metrics, MetricsPage
+from bladellm_runtime.text.pool import TextPool
+from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_runtime.wire.client import EngineClient
+
+if TYPE_CHECKING:
+    from bladellm_runtime.server.generation import Generation
+
+MIB = 1024 * 1024
+
+
+@dataclass
+class ServerState:
+    """One server: its settings, its engine, its tokenizer, and the requests it is answering."""
+
+    args: ServingArgs
+    client: EngineClient
+    tokenizer: Tokenizer
+    context: RequestContext
+    authenticator: Authenticator
+    admission: Admission
+    metrics: Metrics
+    page: MetricsPage
+    pool: TextPool = field(default_factory=TextPool)
+    generations: set["Generation"] = field(default_factory=set)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The limit of --max_body_mib in bytes."""
+        return int(self.args.max_body_mib * MIB)
+
+    def obstacle(self) -> ApiError | None:
+        """Why no new request can be taken now, if so."""
+        return obstacle(self.client, self.args.engine_timeout, draining=self.draining)
+
+    def end_all(self, code: str) -> None:
+        """End every open request with this error."""
+        for generation in list(self.generations):
+            generation.fail(code)
+
+
+def make_state(args: ServingArgs, model_folder: Path, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
+    """The state of a server whose engine is ready. Raises `UserError` for unusable keys or generation defaults."""
+    context = RequestContext(
+        model_names=served_names(args),
+        max_model_len=client.ready.max_model_len,
+        kv_tokens=client.ready.kv_tokens,
+        vocab_size=client.ready.vocab_size,
+        strict=args.strict_params,
+        defaults=SamplingDefaults.from_generation_config(read_generation_config(model_folder)),
+    )
+    metrics = Metrics()
+    client.on_step.append(metrics.on_step)
+    admission = Admission(args.max_running_requests + args.max_queue_size)
+    return ServerState(
+        args=args,
+        client=client,
+        tokenizer=tokenizer,
+        context=context,
+        authenticator=Authenticator(read_api_keys(args)),
+        admission=admission,
+        metrics=metrics,
+        page=MetricsPage(metrics, client, admission, context.model_names[0]),
+    )
+
+
+def served_names(args: ServingArgs) -> list[str]:
+    """The names requests may use."""
+    return args.served_model_name or [args.model]
+
+
+def read_generation_config(model_folder: Path) -> dict[str, Any]:
+    """The model's generation_config.json, or nothing. Raises `CheckpointError` when it is not a JSON object."""
+    path = model_folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return config

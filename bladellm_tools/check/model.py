@@ -1,0 +1,87 @@
+"""Probe of a model folder: complete, supported, and small enough. Reads headers and configs, never weights."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from bladellm_runtime.engine.device import pick_device, pick_dtype
+from bladellm_runtime.models.checkpoint import open_checkpoint
+from bladellm_runtime.models.config import ModelSpec, check_vocabulary, read_model_spec
+from bladellm_runtime.models.weights import WeightTable, parameter_shape, weight_table
+from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_tools.check.args import CheckArgs
+from bladellm_tools.check.finding import Finding, failed, passed, warned
+from bladellm_tools.check.limits import available_memory
+from bladellm_tools.console import gib
+
+USABLE_SHARE = 0.9
+RULE_OF_THUMB = 1.7
+"""BladeLLM's documents ask for GPU memory of at least 1.7 × the model's size."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks of one device: bytes of weights, bytes of KV a token, and its longest sequence in tokens."""
+
+    weights: int
+    token_bytes: int
+    max_model_len: int
+
+
+def check_model(args: CheckArgs) -> Finding:
+    """Everything about --model that can be known before it is loaded."""
+    folder = Path(args.model or "").expanduser()
+    if not folder.is_dir():
+        return warned(f"{args.model} is no folder here, so nothing was checked", "download it, then name its folder")
+    spec = read_model_spec(folder)
+    table = weight_table(spec)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(table, spec)
+        files = len(set(checkpoint.files.values()))
+    tokenizer = Tokenizer.load(folder)
+    check_vocabulary(folder, spec, tokenizer.vocab_size)
+    device = pick_device("auto")
+    need = demand(spec, table, pick_dtype("auto", spec.dtype, device), args.tensor_parallel_size)
+    head = f"{spec.architecture}, {files} weight file{'s' * (files != 1)}, complete"
+    if not tokenizer.has_chat_template:
+        head += ", without a chat template"
+    return judge_fit(head, need, free_memory(device), f"{device.type}, {args.tensor_parallel_size} device(s)")
+
+
+def demand(spec: ModelSpec, table: WeightTable, dtype: torch.dtype, degree: int) -> Demand:
+    """One device's part of `degree`. KV heads are whole: beyond their number they are replicated."""
+    elements = sum(prod(parameter_shape(parts)) for parts in table.values())
+    kv_heads = -(-spec.kv_heads // degree)
+    token_bytes = 2 * spec.layers * kv_heads * spec.head_dim * dtype.itemsize
+    return Demand(-(-elements // degree) * dtype.itemsize, token_bytes, spec.max_position_embeddings)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a new process can take on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
+
+
+def judge_fit(head: str, need: Demand, free: int, where: str) -> Finding:
+    """FAILED when the weights do not fit; WARNING when one sequence of the full length does not fit beside them."""
+    room = int(free * USABLE_SHARE) - need.weights
+    tokens = max(room, 0) // need.token_bytes
+    rows = (
+        (f"free memory ({where})", gib(free)),
+        (f"usable ({USABLE_SHARE:.0%})", gib(free * USABLE_SHARE)),
+        ("weights", gib(need.weights)),
+        (f"weights x {RULE_OF_THUMB}, the rule of thumb", gib(need.weights * RULE_OF_THUMB)),
+        ("KV cache, 1,000 tokens", gib(1000 * need.token_bytes)),
+        ("KV cache, room", gib(max(room, 0))),
+        ("KV cache, tokens", f"{tokens:,}"),
+        (f"requests at the full {need.max_model_len:,} tokens", f"{tokens / need.max_model_len:.1f}"),
+    )
+    if room <= 0:
+        return failed(f"{head}, but its weights do not fit", "use more devices or a smaller model", rows)
+    if tokens < need.max_model_len:
+        detail = f"{head}; {tokens:,} KV tokens fit, less than its length of {need.max_model_len:,}"
+        return warned(detail, f"serve it with --max_model_len {max(tokens, 8)}", rows)
+    return passed(f"{head}; {tokens:,} KV tokens fit", rows)

@@ -1,0 +1,136 @@
+"""What goes into a step: order, budget, chunks, lengths."""
+
+import pytest
+
+from bladellm_runtime.request import FinishReason
+from tests.scheduler.simulator import Simulation, answer_limit, limits_of, spec_of
+
+
+def simulation(depth=1, *, granule_tokens=4, num_granules=100, num_slots=8, **limits) -> Simulation:
+    limits = limits_of(**limits)
+    return Simulation(limits, spec_of(granule_tokens, num_granules, num_slots, limits.max_model_len), depth)
+
+
+def endless(sim: Simulation, length: int, max_tokens: int | None = None) -> int:
+    return sim.add([5] * length, max_tokens=max_tokens, ignore_eos=True)
+
+
+def rows(plan) -> list[tuple[int, int, bool]]:
+    return list(zip(plan.starts, plan.query_lens, plan.samples, strict=True))
+
+
+def test_decode_rows_come_first_then_chunks_in_arrival_order():
+    sim = simulation(max_batch_tokens=12, prefill_chunk_tokens=6)
+    for length in (3, 9, 5):
+        endless(sim, length, 8)
+    assert rows(sim.launch()) == [(0, 3, True), (0, 6, False), (0, 3, False)]
+    sim.complete()
+    plan = sim.launch()
+    assert plan.num_decode == 1
+    assert rows(plan) == [(3, 1, True), (6, 3, True), (3, 2, True)]
+    sim.complete()
+    assert sim.launch().starts == [4, 9, 5]
+    sim.complete()
+    sim.finish()
+
+
+def test_a_load_comes_with_its_first_rows():
+    sim = simulation(max_batch_tokens=4)
+    endless(sim, 6)
+    endless(sim, 6)
+    first, second = sim.launch(), sim.launch()
+    assert [load.choice for load in first.loads] == [0]
+    assert second is None, "one step at a time"
+    sim.complete()
+    assert [load.choice for load in sim.launch().loads] == [1]
+    sim.complete()
+    sim.finish()
+
+
+def test_decoding_sequences_never_outnumber_the_budget():
+    sim = simulation(depth=2, max_batch_tokens=3, num_slots=8)
+    for _ in range(8):
+        endless(sim, 2, 10)
+    most = 0
+    while not sim.scheduler.idle:
+        plan = sim.launch()
+        sim.complete()
+        most = max(most, plan.num_decode if plan else 0)
+    assert most == 3
+    sim.check_all()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_no_step_is_wasted_on_a_request_that_reaches_its_length(depth, max_tokens):
+    sim = simulation(depth)
+    endless(sim, 5, max_tokens)
+    sim.finish()
+    assert sim.scheduler.stats(0.0).steps == max_tokens
+
+
+def test_an_overlapped_step_costs_one_token_after_a_stop():
+    steps = []
+    for depth in (1, 2):
+        sim = simulation(depth)
+        sim.add([5, 6], max_tokens=40, stop_token_ids=range(0, 62, 2), ignore_eos=True)
+        sim.finish()
+        assert sim.deltas[0][-1].finish is FinishReason.STOP
+        steps.append(sim.scheduler.stats(0.0).steps)
+    assert steps[1] == steps[0] + 1
+
+
+@pytest.mark.parametrize("granules", [3, 5, 100])
+@pytest.mark.parametrize("asked", [None, 1, 1000])
+def test_max_tokens_is_clamped_to_the_model_length_and_the_arena(granules, asked):
+    sim = simulation(num_granules=granules, max_model_len=30)
+    request_id = endless(sim, 10, asked)
+    expected = answer_limit(sim.requests[request_id], sim.limits, sim.spec)
+    assert expected == (asked if asked == 1 else {3: 3, 5: 11, 100: 20}[granules])
+    sim.finish()
+    assert len(sim.tokens(request_id)) == expected
+
+
+def test_requests_wait_for_a_slot_in_arrival_order():
+    sim = simulation(depth=2, num_slots=2)
+    for _ in range(6):
+        endless(sim, 3, 4)
+    sim.launch()
+    assert (sim.scheduler.stats(0.0).running, sim.scheduler.stats(0.0).waiting) == (2, 4)
+    sim.finish()
+    assert sim.loaded == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_large_request_is_not_overtaken_while_small_ones_keep_coming():
+    sim = simulation(depth=2, num_granules=10, max_model_len=40)
+    for _ in range(3):
+        endless(sim, 6, 10)
+    large = endless(sim, 36, 3)
+    for _ in range(200):
+        endless(sim, 2, 4)
+        sim.step()
+        sim.check()
+        if large not in sim.live:
+            break
+    assert sim.tokens(large)
+    sim.abort(sim.live)
+    sim.finish()
+
+
+def test_an_empty_scheduler_plans_nothing():
+    sim = simulation()
+    assert sim.scheduler.plan() is None
+    assert sim.scheduler.idle
+    assert not sim.scheduler.has_work
+
+
+def test_stats_count_what_happened():
+    sim = simulation(num_slots=3)
+    endless(sim, 5, 4)
+    endless(sim, 7, 2)
+    sim.finish()
+    stats = sim.scheduler.stats(99.0)
+    assert (stats.time, stats.running, stats.waiting, stats.slots) == (99.0, 0, 0, 3)
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.steps, stats.preemptions) == (12, 6, 4, 0)
+    assert (stats.kv_granules, stats.kv_granules_used, stats.granule_tokens) == (100, 0, 4)
+    assert stats.step_seconds == 4.0

@@ -1,0 +1,203 @@
+"""The shape of the code: imports go one way, torch stays out of the front end, nothing unsafe, nothing too long."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bladellm_tools import cli
+from bladellm_tools.flags import normalise
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+BASE = {"errors", "config", "request"}
+BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "kernels"}
+MAY_IMPORT = {
+    "kernels": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "request": {"errors"},
+    "wire": BASE,
+    "text": {*BASE, "wire"},
+    "kv": {*BASE, "kernels"},
+    "layers": {*BASE, "kv", "kernels"},
+    "models": {*BASE, "layers", "kv", "kernels"},
+    "scheduler": {*BASE, "wire", "kv"},
+    "engine": BELOW_ENGINE,
+    "llm": {*BELOW_ENGINE, "engine", "text"},
+    "server": {*BASE, "__init__", "wire", "engine", "text", "models"},
+    "__init__": {"llm", *BASE},
+    "tools": {*BELOW_ENGINE, "__init__", "llm", "server", "engine", "text"},
+}
+"""What each room may import besides itself."""
+TORCH_FREE = ("scheduler", "wire", "server", "text", "request", "config", "errors")
+UNSAFE_MODULES = {"pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"}
+
+
+def sources(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def room_of(module: str) -> str | None:
+    """The room a dotted module name lies in; None for other people's modules."""
+    parts = module.split(".")
+    if parts[0] == "bladellm_runtime":
+        return parts[1] if len(parts) > 1 else "__init__"
+    return {"bladellm_tools": "tools", "bladellm_kernels": "kernels"}.get(parts[0])
+
+
+def module_name(path: Path) -> str:
+    relative = path.relative_to(ROOT / "kernels" if "kernels" in path.relative_to(ROOT).parts[:1] else ROOT)
+    parts = relative.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the direction"
+            yield node.lineno, node.module or ""
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    own = room_of(module_name(path))
+    assert own in MAY_IMPORT, f"{own} is a new room: say in MAY_IMPORT what it may import"
+    for line, module in imports(path):
+        room = room_of(module)
+        assert room in (None, own) or room in MAY_IMPORT[own], f"{path}:{line}: {own} must not import {room}"
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_the_front_end_and_the_scheduler_import_no_torch(room: str) -> None:
+    folder = ROOT / "bladellm_runtime" / room
+    paths = sources(f"bladellm_runtime/{room}") if folder.is_dir() else [folder.with_suffix(".py")]
+    assert paths
+    code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({module_name(path)!r})" for path in paths)
+    check = "\nprint([name for name in ('torch', 'triton') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    for path in paths:
+        assert all(module.split(".")[0] not in ("torch", "triton") for _, module in imports(path)), path
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_name)
+def test_nothing_unsafe(path: Path) -> None:
+    """No pickle in any dress, no evaluated text, no remote code, no shell."""
+    for line, module in imports(path):
+        assert module.split(".")[0] not in UNSAFE_MODULES, f"{path}:{line}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        assert ast.unparse(node.func) not in UNSAFE_CALLS, f"{path}:{node.lineno}"
+        for keyword in node.keywords:
+            is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            assert is_false or keyword.arg not in ("trust_remote_code", "shell", "allow_pickle"), (
+                f"{path}:{node.lineno}"
+            )
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES, "recipes", "kernels/benchmarks"), ids=str)
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_every_package_folder_says_what_it_is_for() -> None:
+    for path in sources(*PACKAGES):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def blocks(document: str) -> list[str]:
+    """The command lines of a document's code blocks, continued lines joined, comments and prompts off."""
+    text = (ROOT / document).read_text()
+    code = "\n".join(re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.S)).replace("\\\n", " ")
+    lines = [line.split(" #")[0].strip().removeprefix("$ ") for line in code.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documented_commands_exist(document: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    seen = set()
+    for line in blocks(document):
+        words = line.split()
+        seen.add(words[0])
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, line
+        elif words[0] == "blade_llm":
+            assert words[1] in cli.COMMANDS, line
+            check_flags(words[1], words[2:])
+        elif words[0].startswith("blade_llm_"):
+            check_flags({"blade_llm_server": "serve", "blade_llm_check": "check"}[words[0]], words[1:])
+    assert "make" in seen
+
+
+def check_flags(command: str, arguments: list[str]) -> None:
+    """Raises where a documented flag does not exist."""
+    plain = [argument for argument in arguments if argument not in ("&", "|")]
+    normalise(plain, cli.COMMANDS[command].flags)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/models/demo/README.md"])
+def test_documents_name_files_that_exist(document: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.S)
+    named = re.findall(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:py|md|toml|yaml|txt))`", text)
+    links = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
+    folder = (ROOT / document).parent
+    for name in [*named, *links]:
+        if "/" in name and name.split("/")[0] not in {path.name for path in ROOT.iterdir()} | {".."}:
+            continue  # a path inside a model folder, a URL path, a hub id
+        assert (ROOT / name).exists() or (folder / name).exists(), f"{document} names {name}"
+
+
+def test_the_readme_has_a_row_for_every_command() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`blade_llm {name}" in text for name in cli.COMMANDS)
+
+
+def test_the_request_fields_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    listed = re.findall(r"`(\w+)`", text.split("Request fields:")[1].split("Other fields")[0])
+    server = "".join(path.read_text() for path in sources("bladellm_runtime/server"))
+    assert len(listed) > 20
+    assert [name for name in listed if f'"{name}"' not in server] == []
+
+
+def test_make_runs_scripts_that_exist() -> None:
+    scripts = re.findall(r"\$\(RUN\) ([\w/]+\.py)", (ROOT / "Makefile").read_text())
+    assert scripts
+    assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    commands = [line for line in script.splitlines() if line.startswith("make ")]
+    assert commands == ["make lint", "make test"]
+    assert "make test" in blocks("README.md")
+
+
+def test_constraints_pin_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split(r"[<>=!~; \[]", requirement)[0] for requirement in wanted}
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    folded = {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+    assert folded <= set(pinned)
+    assert not [version for version in pinned.values() if "+" in version], "local versions exist on no index"

@@ -1,0 +1,179 @@
+"""The command line: quick and light help, one-line errors with the right exit code, colour only on terminals."""
+
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from bladellm_runtime import __version__
+from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.errors import CheckpointError
+from bladellm_tools import cli
+from bladellm_tools.flags import flags_of
+from tests.tools.command import ENTRY_POINTS, ROOT, command, run, run_on_terminal
+
+HEAVY = ("torch", "transformers", "fastapi", "numpy", "uvicorn")
+QUICK_SECONDS = 0.3
+FLAGS = [item for item in flags_of(ServingArgs) if item.kind in (int, float)]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"]])
+@pytest.mark.parametrize("program", ENTRY_POINTS)
+def test_help_and_version_import_nothing_heavy(program: str, arguments: list[str]) -> None:
+    spy = (
+        f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr))"
+    )
+    line = command(program)
+    done = subprocess.run([*line[:2], f"{spy}; {line[2]}", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["blade_llm", "--help"], ["blade_llm", "serve", "-h"], ["blade_llm_server", "--version"]]
+)
+def test_help_is_quick(arguments: list[str]) -> None:
+    """Processor time, not the clock's: it is the same on an idle machine, and tests share theirs."""
+    best = min(processor_seconds(arguments) for _ in range(5))
+    assert best <= QUICK_SECONDS
+
+
+def processor_seconds(arguments: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*arguments).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_console_scripts_are_the_entry_points() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {name: f"bladellm_tools.cli:{function}" for name, function in ENTRY_POINTS.items()}
+
+
+def test_installed_scripts_run() -> None:
+    folder = ROOT / ".venv" / "bin" if sys.prefix != sys.base_prefix else None
+    scripts = [path for name in ENTRY_POINTS if folder and (path := folder / name).exists()]
+    if not scripts:
+        pytest.skip("the package is not installed with its scripts")
+    for script in scripts:
+        done = subprocess.run([str(script), "--version"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, f"BladeLLM Open {__version__}\n")
+
+
+def test_umbrella_help_names_every_command() -> None:
+    shown = run("blade_llm").stdout
+    assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
+    shown = run_on_terminal("blade_llm", name, "--help", columns=columns)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert "\x1b[" in shown
+    assert max(map(len, plain.splitlines())) <= columns
+    for item in cli.COMMANDS[name].flags:
+        assert re.search(rf"--{item.name}\b", plain), item.name
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_in_a_pipe_is_plain(name: str) -> None:
+    done = run("blade_llm", name, "--help")
+    assert done.stdout.isascii()
+    assert all(f"--{item.name}" in done.stdout for item in cli.COMMANDS[name].flags)
+    assert all(item.help.split()[0] in done.stdout for item in cli.COMMANDS[name].flags)
+
+
+def test_no_color_is_respected() -> None:
+    colours = re.compile(r"\x1b\[[\d;]*3\dm")
+    assert colours.search(run_on_terminal("blade_llm", "serve", "--prt"))
+    assert not colours.search(run_on_terminal("blade_llm", "serve", "--prt", NO_COLOR="1"))
+    assert not colours.search(run_on_terminal("blade_llm", "serve", "-h", NO_COLOR="1"))
+
+
+@pytest.mark.parametrize("item", FLAGS, ids=lambda item: item.name)
+def test_row_63_numbers_out_of_range(item, capsys) -> None:
+    wrong = ["abc", "", "nan", "inf", "1e400", "0x10", "9" * 5000, "[]"]
+    wrong += [str(item.low - 1), str(item.high * 2 + 1)] if item.low is not None else []
+    for text in wrong:
+        code = cli.guarded(lambda text=text: cli.dispatch("blade_llm", ["serve", f"--{item.name}={text}"]), debug=False)
+        error = capsys.readouterr().err
+        assert code == 2, text
+        assert error.count("\n") == 1, error
+        assert f"--{item.name}" in error
+        assert len(error) < 250
+        assert "between" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "1"], ["--prot", "--port"]),
+        (["serve", "--max-model-lenn=5"], ["--max-model-lenn", "--max_model_len"]),
+        (["serve", "--zzzzzz"], ["--zzzzzz", "--help"]),
+        (["serve", "--device", "tpu"], ["--device", "auto, cpu, cuda", "tpu"]),
+        (["serve", "--port"], ["--port", "needs a value", "65535"]),
+        (["serve", "--port", "--host", "x"], ["--port", "needs a value"]),
+        (["serve", "--disable_overlap=maybe"], ["--disable_overlap", "true or false", "maybe"]),
+        (["serve", "model"], ["'model'", "--model"]),
+        (["serve"], ["--model"]),
+        (["serve", "--model", ""], ["--model"]),
+        (["generate", "--top_k=many"], ["--top_k", "whole number", "many"]),
+        (["generate", "--model", "x", "--top_p", "7"], ["--top_p", "at most 1", "7"]),
+        (["generate", "--stop_token_ids", "1", "two"], ["--stop_token_ids", "two"]),
+        (["check", "--only", "port", "shmm"], ["shmm", "check_shm"]),
+        (["check", "--only", "model"], ["--model"]),
+        (["check", "--only", "port", "--skip", "port"], ["--only", "--skip"]),
+        (["serv"], ["'serv'", "serve"]),
+        (["--prt"], ["--prt"]),
+    ],
+)
+def test_row_63_usage_errors(arguments: list[str], words: list[str]) -> None:
+    done = run("blade_llm", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_user_errors_keep_their_exit_code(capsys) -> None:
+    def action() -> int:
+        raise CheckpointError("model.safetensors: key\n 'x' is\x1b[31m missing")
+
+    assert cli.guarded(action, debug=False) == 1
+    assert capsys.readouterr().err == "error: model.safetensors: key 'x' is\ufffd[31m missing\n"
+
+
+def test_bugs_are_one_line_unless_debugged(capsys) -> None:
+    def action() -> int:
+        raise ZeroDivisionError("by zero")
+
+    assert cli.guarded(action, debug=False) == 1
+    assert capsys.readouterr().err == "error: internal error: ZeroDivisionError: by zero; --debug shows where\n"
+    assert cli.guarded(action, debug=True) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_reaches_the_command() -> None:
+    done = run("blade_llm", "serve", "--port", "x", "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: --port")
+
+
+def test_interrupt_ends_with_130(capsys) -> None:
+    def action() -> int:
+        raise KeyboardInterrupt
+
+    assert cli.guarded(action, debug=False) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    line = shlex.join([*command("blade_llm"), "serve", "--help"])
+    done = subprocess.run(f"{line} | true", shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stderr == ""

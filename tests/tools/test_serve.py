@@ -1,0 +1,125 @@
+"""`blade_llm serve`: its banner, and that it starts and stops without leaving anything behind."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.wire.messages import EngineReady
+from bladellm_tools.serve import banner
+from tests.tools.command import ROOT, command, run
+
+GIB = 1024**3
+READY = EngineReady(
+    vocab_size=100,
+    max_model_len=4096,
+    kv_tokens=6144,
+    eos_token_ids=[2],
+    device="cuda:0",
+    dtype="bfloat16",
+    memory=[("weights", 15 * GIB), ("KV cache", 100 * GIB)],
+    phases=[("load weights", 2.5), ("warm up", 0.25)],
+)
+
+
+def test_banner() -> None:
+    args = ServingArgs(model="org/model", served_model_name=["it's me"], api_key=["topsecret"])
+    lines = banner(args, "http://127.0.0.1:8081", READY, 4.0)
+    text = "\n".join(lines)
+    for words in ("org/model", "bfloat16", "cuda:0", "15.00 GiB", "115.00 GiB", "6,144 tokens", "1.5 requests"):
+        assert words in text
+    seconds = [line.rsplit(None, 2) for line in lines if line.endswith(" s")]
+    assert [(name.strip(), value) for name, value, _ in seconds] == [
+        ("load weights", "2.50"),
+        ("warm up", "0.25"),
+        ("processes, imports", "1.25"),
+        ("total", "4.00"),
+    ]
+    assert "topsecret" not in text
+    curl = shlex.split(lines[-1])
+    assert curl[:2] == ["curl", "http://127.0.0.1:8081/v1/chat/completions"]
+    assert "Authorization: Bearer $API_KEY" in curl
+    assert json.loads(curl[-1])["model"] == "it's me"
+
+
+def test_the_recipe_serves_and_sigterm_ends_it(device) -> None:
+    flags = ["--config", "recipes/serve_demo.yaml", "--port", "0", "--device", device]
+    process = subprocess.Popen([*command("blade_llm_server"), *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not lines or not lines[-1].startswith("curl "):
+            line = process.stdout.readline()
+            assert line, lines
+            lines.append(line)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children, "the engine is a process of its own"
+        curl = shlex.split(lines[-1])
+        request = urllib.request.Request(curl[1], curl[-1].encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+        assert answer["model"] == "demo"
+        assert 0 < answer["usage"]["completion_tokens"] <= 32
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stdout.read() == ""
+        assert all(gone(child) for child in children)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("delay", [0.3, 1.5])
+def test_ctrl_c_during_the_start_is_clean(delay: float, demo_model: Path) -> None:
+    flags = ["--model", str(demo_model), "--port", "0", "--kv_cache_gib", "0.05", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command("blade_llm_server"), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    time.sleep(delay)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert (process.returncode, out) == (130, "") or (process.returncode == 0 and "serving at" in out)
+    assert all(gone(child) for child in children)
+
+
+def gone(process: psutil.Process, seconds: float = 10.0) -> bool:
+    """True once the process has ended."""
+    deadline = time.monotonic() + seconds
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_port_in_use_is_one_sentence(demo_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = run("blade_llm_server", "--model", str(demo_model), "--port", port)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert port in done.stderr
+    assert "--port" in done.stderr
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "recipes/serve_demo.yaml"])
+def test_a_model_that_is_none_is_one_sentence(model: str) -> None:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = run("blade_llm_server", "--model", model, env=env)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert model in done.stderr
