@@ -58,6 +58,7 @@ class LLM:
         self.ready = self._engine.ready
         folder = Path(self.args.tokenizer_dir) if self.args.tokenizer_dir else self._engine.folder
         self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer.check_vocabulary(self.ready.vocab_size)
         self._next_id = 0
 
     def generate(
@@ -73,7 +74,7 @@ class LLM:
         choices: dict[int, _Choice] = {}
         outputs = [self._add(prompt, one, choices) for prompt, one in zip(prompts, each, strict=True)]
         while choices:
-            self._dispatch(self._engine.core.step(time.monotonic()), choices)
+            self._dispatch(self._engine.core.step(), choices)
         return outputs
 
     def _add(self, prompt: str | list[int], params: SamplingParams, choices: dict[int, _Choice]) -> GenerateOutput:

@@ -132,7 +132,7 @@ def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
     params = SamplingParams(max_tokens=3, seed=0, ignore_eos=True)
     core.add(AddRequest(request_id=-1, prompt=[0] * length, params=params, choice=0, arrival=0.0))
     while not core.idle:
-        core.step(time.monotonic())
+        core.step()
 
 
 def announce(

@@ -1,5 +1,6 @@
 """`EngineCore`: scheduler and runner joined into steps, up to two of them in flight. No wire, no process."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -50,20 +51,20 @@ class EngineCore:
         """End requests now; returns their terminal deltas."""
         return self._scheduler.abort(request_ids)
 
-    def step(self, now: float) -> list[RequestDelta]:
+    def step(self) -> list[RequestDelta]:
         """Launch the next step if there is one, then complete the oldest in flight if it is due."""
         plan = self._scheduler.plan()
         if plan is not None:
             self._in_flight.append((plan, self._runner.launch(plan)))
         self.blocked = not self._in_flight and self._scheduler.has_work
         if self._in_flight and (plan is None or len(self._in_flight) == self._depth):
-            return self._complete_oldest(now)
+            return self._complete_oldest()
         return []
 
-    def _complete_oldest(self, now: float) -> list[RequestDelta]:
+    def _complete_oldest(self) -> list[RequestDelta]:
         plan, launched = self._in_flight.popleft()
         result = self._runner.collect(launched)
-        return self._scheduler.complete(plan, result, now)
+        return self._scheduler.complete(plan, result, time.monotonic())
 
     def stats(self, now: float) -> EngineStats:
         """A reading of the scheduler's and the memory's state."""

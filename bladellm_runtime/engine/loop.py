@@ -71,7 +71,7 @@ class EngineLoop:
         if self._core.idle:
             self._last_progress = now
             return []
-        deltas = self._core.step(now)
+        deltas = self._core.step()
         if not self._core.blocked:
             self._last_progress = now
         elif now - self._last_progress > STALL_SECONDS:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.layers.rotary import RopeSpec
 from bladellm_runtime.models.family import Family, read_flag, read_windows
 from bladellm_runtime.models.folder import Fields, file_in, read_json
@@ -100,15 +99,6 @@ def read_generation_defaults(folder: Path) -> dict[str, float | int]:
     if fields.has("top_k"):
         defaults["top_k"] = fields.integer("top_k", 0, 2**22)
     return defaults
-
-
-def check_vocabulary(folder: Path, spec: ModelSpec, tokenizer_size: int) -> None:
-    """Refuse a tokenizer with more entries than the model has embeddings (fewer is common: padding)."""
-    if tokenizer_size > spec.vocab_size:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: vocab_size {spec.vocab_size} is below the tokenizer's {tokenizer_size}; "
-            "use the tokenizer that belongs to the model (--tokenizer_dir)"
-        )
 
 
 def _read_heads(config: Fields, family: Family) -> tuple[int, int, int]:

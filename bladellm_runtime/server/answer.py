@@ -72,6 +72,7 @@ async def answer_stream(exchange: Exchange, generation: Generation, heading: Hea
     if not pieces and generation.error is not None:
         raise error_of(generation.error)
     await exchange.start_stream(heading.headers)
+    # The loop runs for every token, hence no coroutines of our own in it.
     while not generation.finished:
         chunk = events.of(pieces)
         if chunk:
@@ -79,7 +80,8 @@ async def answer_stream(exchange: Exchange, generation: Generation, heading: Hea
             generation.blocked_since = monotonic()
             await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
             generation.blocked_since = None
-        pieces = await generation.next()
+        await generation.news()
+        pieces = generation.take()
     generation.blocked_since = monotonic()
     await exchange.send({"type": "http.response.body", "body": events.of(pieces) + events.ending()})
 

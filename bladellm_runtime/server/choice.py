@@ -60,7 +60,9 @@ class RunningChoice:
         self._emit = emit
         self._metrics = metrics
         self._stream = TextStream(tokenizer, request)
-        self._logprobs = None if request.params.logprobs is None else ChoiceLogprobs(tokenizer.token_bytes)
+        hidden = tokenizer.special_ids if request.params.skip_special_tokens else ()
+        scored = request.params.logprobs is not None
+        self._logprobs = ChoiceLogprobs(tokenizer.token_bytes, hidden) if scored else None
         self._scheduled_at = 0.0
         self._last_at = 0.0
 

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer over raw ASGI: headers, the bounded body, whole and streamed responses, request ids."""
+"""One HTTP request and its answer over raw ASGI: headers, the bounded body, whole and streamed answers, ids."""
 
 import asyncio
 import contextlib
@@ -57,8 +57,8 @@ class Exchange:
     async def read_body(self, limit: int, patience: float) -> bytes:
         """The whole body.
 
-        Raises `ApiError` 413 beyond `limit` bytes, before reading any when its declared length is too large, 408 when it
-        takes longer than `patience` seconds and what `MIN_BODY_RATE` allows, and `ClientGone`.
+        Raises `ApiError` 413 beyond `limit` bytes, before reading any when its declared length is too large, 408 when
+        it takes longer than `patience` seconds and what `MIN_BODY_RATE` allows, and `ClientGone`.
         """
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > limit:

@@ -90,7 +90,8 @@ async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: f
     try:
         generation.submit()
         if call.stream:
-            await answer_stream(exchange, generation, heading)
+            # A task of its own resumes without going through the coroutines of all its callers.
+            await asyncio.create_task(answer_stream(exchange, generation, heading))
         else:
             await answer_whole(exchange, generation, heading)
     finally:

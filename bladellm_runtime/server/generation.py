@@ -39,6 +39,7 @@ class Generation:
         self._pending: dict[int, Piece] = {}
         self._unread = 0
         self._unfinished = 0
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._choices: list[RunningChoice] = []
         self._aborted = False
@@ -75,9 +76,18 @@ class Generation:
 
     async def next(self) -> dict[int, Piece]:
         """The pieces that have come since the last call, by choice, waiting for the first; none at the end."""
-        while not self._pending and not self.finished:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        await self.news()
+        return self.take()
+
+    def news(self) -> asyncio.Future[None]:
+        """Done once there is a piece to take, or the end. A plain future: awaiting it costs no coroutine."""
+        self._waiter = self._loop.create_future()
+        if self._pending or self._ended:
+            self._waiter.set_result(None)
+        return self._waiter
+
+    def take(self) -> dict[int, Piece]:
+        """The pieces that have come since they were last taken, by choice."""
         pieces, self._pending, self._unread = self._pending, {}, 0
         return pieces
 

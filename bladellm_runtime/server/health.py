@@ -10,7 +10,7 @@ EngineCondition = Literal["ok", "engine_stuck", "engine_dead"]
 
 
 def engine_condition(client: EngineClient, timeout: float) -> EngineCondition:
-    """Dead once the engine has failed or exited; stuck when it sent neither step nor heartbeat for `timeout` seconds."""
+    """Dead once the engine has failed or exited; stuck when no step or heartbeat came for `timeout` seconds."""
     if client.failure is not None:
         return "engine_dead"
     return "engine_stuck" if client.heartbeat_age() > timeout else "ok"

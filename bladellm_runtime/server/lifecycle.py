@@ -106,7 +106,9 @@ class Server:
         template = Path(self._args.chat_template) if self._args.chat_template else None
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.load, folder, template)
-            return await engine, tokenizer
+            client = await engine
+            tokenizer.check_vocabulary(client.ready.vocab_size)
+            return client, tokenizer
         except BaseException:
             engine.cancel()
             with contextlib.suppress(asyncio.CancelledError, UserError):

@@ -42,6 +42,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._source = source
         self._bytes = TokenBytes(backend, source)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = list(eos_token_ids)
@@ -73,6 +74,15 @@ class Tokenizer:
             chat_template=template,
             source=str(source),
         )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `CheckpointError` for a model with fewer embeddings than the tokenizer has entries (more is common:
+        padding)."""
+        if self.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"{self._source} has {self.vocab_size} tokens, above the vocab_size {vocab_size} of the model's "
+                "config.json; use the tokenizer that belongs to the model (--tokenizer_dir)"
+            )
 
     @property
     def has_chat_template(self) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -48,8 +47,8 @@ POLL_SECONDS = 0.1
 class EngineClient:
     """Talks to one engine from an asyncio event loop; every method is to be called on that loop.
 
-    Deltas go straight from the reader to the sink of their request, without a queue. A sink gets exactly one delta with
-    `finish` set, also when the engine dies, unless its request was aborted: an aborted request's sink is never called again.
+    Deltas go straight from the reader to the sink of their request, without a queue. A sink gets exactly one delta
+    with `finish` set, also when the engine dies, unless its request was aborted: then it is never called again.
     """
 
     def __init__(self, address: str, folder: tempfile.TemporaryDirectory[str] | None = None) -> None:

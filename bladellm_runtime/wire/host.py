@@ -43,7 +43,7 @@ class EngineHost(Protocol):
 
 
 class ProcessHost:
-    """An engine process. The launch line goes to its standard input, which stays open for as long as this process lives."""
+    """An engine process. Its standard input gets the launch line, and stays open for as long as this process lives."""
 
     def __init__(self, command: list[str], address: str, args: EngineArgs) -> None:
         self._command = command
@@ -161,6 +161,6 @@ class ThreadHost:
 
 
 def launch_line(address: str, args: EngineArgs) -> bytes:
-    """The JSON line an engine process reads first: the address and the fields of `EngineArgs`, also of a `ServingArgs`."""
+    """The JSON line an engine process reads first: the address, and those fields of `args` that `EngineArgs` has."""
     fields = {item.name: getattr(args, item.name) for item in dataclasses.fields(EngineArgs)}
     return msgspec.json.encode({"address": address, "args": fields}) + b"\n"

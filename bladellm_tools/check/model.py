@@ -8,7 +8,7 @@ import torch
 
 from bladellm_runtime.engine.device import pick_device, pick_dtype
 from bladellm_runtime.models.checkpoint import open_checkpoint
-from bladellm_runtime.models.config import ModelSpec, check_vocabulary, read_model_spec
+from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.weights import WeightTable, parameter_shape, weight_table
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_tools.check.args import CheckArgs
@@ -41,7 +41,7 @@ def check_model(args: CheckArgs) -> Finding:
         checkpoint.check(table, spec)
         files = len(set(checkpoint.files.values()))
     tokenizer = Tokenizer.load(folder)
-    check_vocabulary(folder, spec, tokenizer.vocab_size)
+    tokenizer.check_vocabulary(spec.vocab_size)
     device = pick_device("auto")
     need = demand(spec, table, pick_dtype("auto", spec.dtype, device), args.tensor_parallel_size)
     head = f"{spec.architecture}, {files} weight file{'s' * (files != 1)}, complete"

@@ -78,8 +78,22 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, scale:
     group = heads // kv_heads
     grouped = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(2, kv_heads, group, kv.shape[0], head_dim).unbind(0)
+    if mask is not None and q.is_cuda and q.dtype == torch.float32:
+        return _attend_plainly(grouped, k, v, mask, scale).permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return attended.permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
+
+
+def _attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Masked attention by matrix products, q [Hk, G, n, D], k and v [Hk, G, m, D]. Returns [Hk, G, n, D].
+
+    The memory-efficient kernel that torch 2.11 takes for masked float32 on CUDA was seen to give wrong results for the
+    65th query and later ones of a chunk when several heads share a mask; its half-precision twins are right.
+    """
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale).masked_fill_(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(dim=-1), v)
 
 
 def ragged_prefill_attention_reference(

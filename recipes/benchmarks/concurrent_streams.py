@@ -72,9 +72,7 @@ def main() -> None:
     ours, theirs = statistics.median(engine), statistics.median(reference)
     print(f"{args.streams} streams, BladeLLM Open: {ours:10.1f} tokens/s  {[round(rate) for rate in engine]}")
     print(f" 1 stream,  transformers:  {theirs:10.1f} tokens/s  {[round(rate) for rate in reference]}")
-    print(
-        f"ratio {ours / theirs:.2f} on {device}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
+    print(f"ratio {ours / theirs:.2f} on {device}, {args.dtype}, {args.threads} threads, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

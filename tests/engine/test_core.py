@@ -98,7 +98,7 @@ def drain(core: EngineCore, requests: list[AddRequest]) -> dict[int, tuple[list[
                 found[delta.request_id] = (tokens[delta.request_id], delta.finish, delta.error)
         if core.idle:
             return found
-        deltas = core.step(time.monotonic())
+        deltas = core.step()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -142,7 +142,7 @@ def test_row_47_slot_reuse_after_abort_shows_no_old_token(overlap):
             request = waiting.pop(0)
             tokens[request.request_id] = []
             deltas += core.add(request)
-        deltas += core.step(time.monotonic())
+        deltas += core.step()
         live = [key for key in tokens if key not in ended and key not in {d.request_id for d in deltas if d.finish}]
         if live and rng.random() < 0.3:
             victim = rng.choice(live)

@@ -51,15 +51,15 @@ def test_batch_of_16_equals_transformers(demo_model, device, way):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_each_prompt_alone_equals_transformers(demo_model, device, overlap):
-    with LLM(
-        str(demo_model), dtype="float32", device=device, kv_cache_gib=0.1, disable_overlap=not overlap
-    ) as llm:
+    with LLM(str(demo_model), dtype="float32", device=device, kv_cache_gib=0.1, disable_overlap=not overlap) as llm:
         for prompt in reference.PROMPTS:
             output = llm.generate([prompt], greedy_params())[0]
             assert_equal(demo_model, [prompt], [output.outputs[0].token_ids])
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_overlap": True}, {"prefill_chunk_tokens": 7}, {"kv_arena": "relocating"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"disable_overlap": True}, {"prefill_chunk_tokens": 7}, {"kv_arena": "relocating"}]
+)
 def test_preemption_does_not_change_tokens(demo_model, device, options):
     """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
@@ -96,9 +96,7 @@ def test_logprobs_equal_transformers(demo_model, device):
     for position, entry in enumerate(entries):
         assert entry.token_ids[0] == ids[position + 1]
         row = wanted[position]
-        torch.testing.assert_close(
-            torch.tensor(entry.logprobs), row[torch.tensor(entry.token_ids)], atol=2e-4, rtol=0
-        )
+        torch.testing.assert_close(torch.tensor(entry.logprobs), row[torch.tensor(entry.token_ids)], atol=2e-4, rtol=0)
         best = row.topk(len(entry.token_ids) - 1)
         torch.testing.assert_close(torch.tensor(entry.logprobs[1:]), best.values, atol=2e-4, rtol=0)
 

@@ -60,8 +60,9 @@ def test_a_plan_keeps_its_promises(layers, per_group, heads, head_dim, width, bu
         assert one_more * spec.granule_bytes > budget or spec.num_granules == num_slots * spec.granules(max_len)
 
 
-def test_usual_sizes():
+def test_usual_sizes(monkeypatch, tmp_path):
     """An 8B model in bf16: 16 tokens fill four pages; the hint stands where nothing speaks against it."""
+    monkeypatch.setattr(sizing, "MAX_MAP_COUNT", tmp_path / "absent")
     groups = kv_groups(32, 4096, 4)
     spec = plan_spec(groups, 4 << 30, 64, 8192, 16, 4096)
     assert (spec.granule_tokens, spec.num_granules, spec.max_tokens) == (16, 2048, 8192)

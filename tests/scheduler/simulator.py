@@ -18,7 +18,7 @@ from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogpro
 VOCAB = 64
 EOS = frozenset({0, 1})
 POISON = 63
-"""Sampling this token stands for logits that are not finite."""
+"""Where a request has a seed, sampling this token stands for logits that are not finite."""
 
 
 def spec_of(granule_tokens: int, num_granules: int, num_slots: int, max_tokens: int = 64) -> KvSpec:
@@ -42,7 +42,7 @@ def sample(state: int, generated: int, params: SamplingParams) -> int:
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS)
     while generated < params.min_tokens and token in stops:
         token += 1
-    return -1 if token == POISON else token
+    return -1 if token == POISON and params.seed is not None else token
 
 
 def answer_limit(request: AddRequest, limits: SchedulerLimits, spec: KvSpec) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.policy import headroom
 from bladellm_runtime.scheduler.sequence import State
 from tests.scheduler.simulator import Simulation
@@ -17,6 +18,7 @@ def crowd(depth: int, lengths: list[int], *, granules: int, max_tokens: int = 30
 
 def until_preempted(sim: Simulation) -> None:
     while not sim.scheduler.stats(0.0).preemptions:
+        assert sim.live, "the memory was meant to be too small"
         sim.step()
         sim.check()
 
@@ -27,7 +29,7 @@ def live(sim: Simulation, request_id: int):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_newest_gives_way_and_is_resumed_with_what_it_had(depth):
-    sim = crowd(depth, [8, 8, 8], granules=9)
+    sim = crowd(depth, [8, 8, 8], granules=12)
     until_preempted(sim)
     assert [live(sim, i).state for i in range(3)] == [State.DECODE, State.DECODE, State.WAITING]
     sim.finish()
@@ -40,7 +42,7 @@ def test_the_newest_gives_way_and_is_resumed_with_what_it_had(depth):
 
 
 def test_overlapped_preemption_takes_no_more_than_it_needs():
-    sim = crowd(2, [8, 8, 8, 8, 8], granules=15, max_tokens=8)
+    sim = crowd(2, [8, 8, 8], granules=12)
     until_preempted(sim)
     sim.launch()
     # The first victim's granules come back with the step in flight: they are waited for.
@@ -68,21 +70,35 @@ def test_a_victim_keeps_its_slot_and_its_tokens_until_its_last_step_is_in():
 
 
 def test_a_victim_is_not_admitted_again_before_its_last_step_is_in():
+    sim = crowd(1, [8, 8], granules=100)
+    sim.launch()
+    roster = sim.scheduler._roster
+    roster.preempt(live(sim, 1))
+    assert roster.admit(0.0) is None, "there is room, but its last token is in flight"
+    sim.complete()
+    assert sim.launch().loads[0].token_ids == [5] * 8 + sim.tokens(1)
+    sim.complete()
+    sim.finish()
+
+
+def test_each_row_short_of_memory_counts_on_granules_of_its_own(monkeypatch):
+    monkeypatch.setattr(policy, "headroom", lambda seq, running: 0)
     sim = crowd(2, [8, 8], granules=8)
-    while not sim.scheduler.stats(0.0).preemptions:
-        sim.complete()
-        sim.launch()
-        sim.launch()
-    # Room enough now, but the victim's last token is still in flight.
-    sim.abort([0])
-    assert live(sim, 1).last_step > sim.scheduler.stats(0.0).steps
-    assert sim.scheduler.plan() is None
+    while sim.memory.available() > 2 or live(sim, 0).planned < 11:
+        sim.step()
+    endless(sim, 1, 3)
+    endless(sim, 1, 3)
+    sim.step()
+    assert sim.memory.available() == 0
+    sim.launch()
+    # Both old rows need a granule, and each of the new ones in flight brings only one back.
+    assert sim.scheduler.stats(0.0).preemptions == 2
     sim.finish()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_victim_can_be_aborted_while_it_waits(depth):
-    sim = crowd(depth, [8, 8, 8], granules=9)
+    sim = crowd(depth, [8, 8, 8], granules=12)
     until_preempted(sim)
     assert len(sim.abort([2])) == 1
     sim.finish()
@@ -102,14 +118,14 @@ def test_logprobs_are_neither_lost_nor_repeated(depth):
 def test_a_request_preempted_in_its_prefill_keeps_its_time_of_scheduling_and_scores():
     sim = simulation(num_granules=8, max_model_len=32, max_batch_tokens=3)
     endless(sim, 3, 28)
-    sim.add([9] * 25, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    sim.add([9] * 20, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
     until_preempted(sim)
     first = live(sim, 1).scheduled_at
     assert live(sim, 1).generated == 0
     assert live(sim, 1).prompt_logprobs
     sim.finish()
     assert sim.deltas[1][0].scheduled_at == first
-    assert len(sim.deltas[1][0].prompt_logprobs) == 24
+    assert len(sim.deltas[1][0].prompt_logprobs) == 19
 
 
 def test_headroom_grows_with_each_preemption_and_is_nothing_when_alone():

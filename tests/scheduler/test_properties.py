@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         logprobs=maybe_count,
         prompt_logprobs=maybe_count,
+        seed=st.sampled_from([None, 0]),
     )
     def add(self, prompt, max_tokens, min_tokens, **params):
         if max_tokens is not None:

@@ -44,6 +44,15 @@ def test_the_largest_prompt_that_fits_is_served(depth):
     assert len(sim.tokens(request_id)) == 1
 
 
+def test_a_prompt_must_leave_room_for_one_token():
+    sim = simulation(max_model_len=30)
+    fits, too_long = endless(sim, 29), endless(sim, 30)
+    assert sim.live == [fits]
+    assert sim.deltas[too_long][0].error == "context_length_exceeded"
+    sim.finish()
+    assert len(sim.tokens(fits)) == 1
+
+
 def test_an_id_that_is_live_is_refused_and_the_first_goes_on():
     sim = simulation()
     endless(sim, 3, 2)
@@ -116,9 +125,9 @@ def test_an_abort_answers_once_and_frees_everything(depth, steps):
         sim.launch()
         if steps % 2:
             sim.complete()
-    ids = [running, 77, waiting]
-    assert len(sim.abort(ids)) == len({running, waiting} - {i for i in ids if i not in [*sim.aborted]})
-    assert sim.abort(ids) == []
+    live = sim.live
+    assert [delta.request_id for delta in sim.abort([running, 77, waiting])] == live
+    assert sim.abort([running, 77, waiting]) == []
     assert not sim.scheduler.has_work
     sim.finish()
 
