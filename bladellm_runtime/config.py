@@ -51,7 +51,7 @@ class EngineArgs:
     max_model_len: int | None = flag(
         None, "Longest prompt plus answer in tokens; default: the model's.", group="Model", low=8, high=2**24
     )
-    seed: int = flag(0, "Seed of dummy weights.", group="Model", low=0, high=2**63 - 1)
+    dummy_seed: int = flag(0, "Seed of the weights of --load_format dummy.", group="Model", low=0, high=2**63 - 1)
     max_running_requests: int = flag(
         256, "Requests that run at once (slots); more wait in the queue.", group="Engine", low=1, high=4096
     )

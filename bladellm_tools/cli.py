@@ -1,7 +1,8 @@
-"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server` and `blade_llm_check`.
+"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server`, `_check` and `_bench`.
 
 Every command is a row of `COMMANDS`: dataclasses whose fields are its flags, and a function that takes one instance of
-each and returns the exit code. The function's module, and with it torch or fastapi, is imported only to run it.
+each and returns the exit code. The function's module, and with it torch or fastapi, is imported only to run it. A name
+of two words is a command of a group: `blade_llm bench sweep`.
 """
 
 import importlib
@@ -39,14 +40,16 @@ class CommonArgs:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: `sections` and `run` are `module:name`, imported when needed.
+    """A command: `sections`, `run` and `presets` are `module:name`, imported when needed.
 
-    Where two sections have a field of the same name, the flag is the first section's.
+    Where two sections have a field of the same name, the flag is the first section's. `presets` names a mapping from
+    the values of the flag `--preset` to values of other flags.
     """
 
     summary: str
     sections: tuple[str, ...]
     run: str
+    presets: str | None = None
 
     @cached_property
     def classes(self) -> list[type]:
@@ -69,16 +72,11 @@ class Command:
         return [*self.own_flags, *flags_of(CommonArgs)]
 
     def execute(self, given: dict[str, Any]) -> int:
-        """Merge flag > recipe > default, check, and run. Returns the exit code."""
+        """Merge the values, check, and run. Returns the exit code."""
         common = CommonArgs(**{item.name: given.pop(item.name, item.default) for item in flags_of(CommonArgs)})
         if common.version:
             return print_version()
-        values = {item.name: item.default for item in self.own_flags}
-        if common.config is not None:
-            from bladellm_tools.recipe import read_recipe
-
-            values |= read_recipe(common.config, self.own_flags)
-        values |= given
+        values = self.merge(common.config, given)
         sections = [
             cls(**{name: values[name] for name, owner in self.owners.items() if owner is cls}) for cls in self.classes
         ]
@@ -88,6 +86,22 @@ class Command:
             print(to_yaml(values), end="")
             return 0
         return int(load(self.run)(*sections))
+
+    def merge(self, recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
+        """The values in effect: flag > recipe > preset > default."""
+        if recipe is not None:
+            from bladellm_tools.recipe import read_recipe
+
+            given = read_recipe(recipe, self.own_flags) | given
+        values = {item.name: item.default for item in self.own_flags}
+        if self.presets is not None:
+            values |= load(self.presets).get(given.get("preset"), {})
+        return values | given
+
+
+def bench_sections(*classes: str) -> tuple[str, ...]:
+    """Argument dataclasses of `blade_llm bench`."""
+    return tuple(f"bladellm_tools.bench.args:{name}" for name in classes)
 
 
 COMMANDS = {
@@ -106,7 +120,31 @@ COMMANDS = {
         ("bladellm_tools.check.args:CheckArgs",),
         "bladellm_tools.check.report:run",
     ),
+    "bench run": Command(
+        "Measure a server at one level of load.",
+        bench_sections("TargetArgs", "WorkloadArgs", "RunLevelArgs", "SloArgs", "OutputArgs"),
+        "bladellm_tools.bench.commands:run",
+    ),
+    "bench sweep": Command(
+        "Measure the curves of a server: TTFT and TBT at rising load.",
+        bench_sections("TargetArgs", "WorkloadArgs", "LevelArgs", "SweepArgs", "SloArgs", "OutputArgs"),
+        "bladellm_tools.bench.commands:sweep",
+        "bladellm_tools.bench.args:PRESETS",
+    ),
+    "bench compare": Command(
+        "Measure the curves of two or more servers in turn, with the same requests.",
+        bench_sections("TargetArgs", "WorkloadArgs", "LevelArgs", "SweepArgs", "CompareArgs", "SloArgs", "OutputArgs"),
+        "bladellm_tools.bench.commands:compare",
+        "bladellm_tools.bench.args:PRESETS",
+    ),
+    "bench plot": Command(
+        "Make the report again from stored results, of several folders together.",
+        bench_sections("PlotArgs", "SloArgs", "OutputArgs"),
+        "bladellm_tools.bench.commands:plot",
+    ),
 }
+GROUPS = {"bench": "Measure TTFT-QPS and TBT-QPS curves of OpenAI-compatible servers."}
+"""First words of commands that have two."""
 
 
 def load(path: str) -> Any:
@@ -160,30 +198,39 @@ def typer_parameter(flag: Flag) -> inspect.Parameter:
     )
 
 
-def umbrella_help(program: str) -> int:
+def commands_of(group: str | None) -> dict[str, str]:
+    """Summaries of the commands of a group by their last word; of the words after `blade_llm` where it is None."""
+    if group is None:
+        return {name: command.summary for name, command in COMMANDS.items() if " " not in name} | GROUPS
+    prefix = f"{group} "
+    return {name[len(prefix) :]: command.summary for name, command in COMMANDS.items() if name.startswith(prefix)}
+
+
+def umbrella_help(program: str, group: str | None) -> int:
     """What `blade_llm` alone prints: the commands."""
-    print(
-        f"Usage: {program} COMMAND [FLAGS]\n\nBladeLLM Open {__version__}: an LLM inference engine and its toolkit.\n"
-    )
-    print("Commands:")
-    for name, command in COMMANDS.items():
-        print(f"  {name:<10} {command.summary}")
+    about = GROUPS[group] if group else "an LLM inference engine and its toolkit."
+    print(f"Usage: {program} COMMAND [FLAGS]\n\nBladeLLM Open {__version__}: {about}\n\nCommands:")
+    for name, summary in commands_of(group).items():
+        print(f"  {name:<10} {summary}")
     print(f"\n  {program} COMMAND --help lists the flags of a command; {program} --version prints the version.")
     return 0
 
 
-def dispatch(program: str, arguments: list[str]) -> int:
-    """`blade_llm`: find the command and run it. Returns the exit code."""
+def dispatch(program: str, arguments: list[str], group: str | None = None) -> int:
+    """`blade_llm`, or one of its groups: find the command and run it. Returns the exit code."""
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help", "help"):
-        return umbrella_help(program)
+        return umbrella_help(program, group)
     if first == "--version":
         return print_version()
-    if first not in COMMANDS:
-        close = nearest(first, COMMANDS)
-        hint = f"did you mean {close}?" if close else f"the commands are {', '.join(COMMANDS)}"
+    known = commands_of(group)
+    if first not in known:
+        close = nearest(first, known)
+        hint = f"did you mean {close}?" if close else f"the commands are {', '.join(known)}"
         raise ConfigError(f"unknown command {first!r}; {hint}")
-    return run_command(first, f"{program} {first}", arguments[1:])
+    if group is None and first in GROUPS:
+        return dispatch(f"{program} {first}", arguments[1:], first)
+    return run_command(f"{group} {first}" if group else first, f"{program} {first}", arguments[1:])
 
 
 def run_command(name: str, program: str, arguments: list[str]) -> int:
@@ -244,6 +291,11 @@ def server() -> NoReturn:
 def check() -> NoReturn:
     """`blade_llm_check`: `blade_llm check` under BladeLLM's name."""
     start(lambda program, arguments: run_command("check", program, arguments), "blade_llm_check")
+
+
+def bench() -> NoReturn:
+    """`blade_llm_bench`: `blade_llm bench`."""
+    start(lambda program, arguments: dispatch(program, arguments, "bench"), "blade_llm_bench")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import msgspec
 from bladellm_runtime import __version__
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.wire.client import EngineClient
@@ -24,6 +25,8 @@ def run(args: ServingArgs) -> int:
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s server: %(message)s")
     started = time.monotonic()
     folder = resolve_model(args.model)
+    # Looked for here, so that a folder that is no model's is called that, whoever would read which file first.
+    file_in(folder, "config.json")
 
     def on_ready(url: str, client: EngineClient) -> None:
         print("\n".join(banner(args, url, client.ready, time.monotonic() - started)), flush=True)

@@ -66,7 +66,7 @@ def build_engine(args: EngineArgs) -> Engine:
         dtype = pick_dtype(args.dtype, spec.dtype, device)
         max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
     with times.phase("load weights"):
-        model = load_model(folder, spec, device=device, dtype=dtype, load_format=args.load_format, seed=args.seed)
+        model = load_model(folder, spec, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed)
     table.add("weights", model.weight_bytes)
     with times.phase("allocate memory"):
         sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
@@ -133,6 +133,7 @@ def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
     core.add(AddRequest(request_id=-1, prompt=[0] * length, params=params, choice=0, arrival=0.0))
     while not core.idle:
         core.step()
+    core.reset_counters()
 
 
 def announce(

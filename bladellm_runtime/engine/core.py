@@ -66,6 +66,10 @@ class EngineCore:
         result = self._runner.collect(launched)
         return self._scheduler.complete(plan, result, time.monotonic())
 
+    def reset_counters(self) -> None:
+        """Count steps and tokens from now on; only while idle."""
+        self._scheduler.reset_counters()
+
     def stats(self, now: float) -> EngineStats:
         """A reading of the scheduler's and the memory's state."""
         return self._scheduler.stats(now)

@@ -42,6 +42,7 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._added = 0
         self._planned = 0
+        self._steps_before = 0
         self._step_seconds = 0.0
         self._last_completion = 0.0
 
@@ -107,6 +108,13 @@ class Scheduler:
         self._last_completion = now
         return deltas
 
+    def reset_counters(self) -> None:
+        """Count steps, their seconds, tokens and preemptions from now on."""
+        self._steps_before = self._roster.slots.completed
+        self._step_seconds = 0.0
+        self._roster.preemptions = 0
+        self._reader.prompt_tokens = self._reader.generated_tokens = 0
+
     def stats(self, now: float) -> EngineStats:
         """A reading of the counters and of the KV memory. A draining sequence counts as running."""
         waiting, spec = len(self._roster.waiting), self._memory.spec
@@ -118,7 +126,7 @@ class Scheduler:
             kv_granules_used=self._memory.used,
             kv_granules=spec.num_granules,
             granule_tokens=spec.granule_tokens,
-            steps=self._roster.slots.completed,
+            steps=self._roster.slots.completed - self._steps_before,
             step_seconds=self._step_seconds,
             preemptions=self._roster.preemptions,
             prompt_tokens=self._reader.prompt_tokens,

@@ -72,7 +72,10 @@ async def answer_stream(exchange: Exchange, generation: Generation, heading: Hea
     if not pieces and generation.error is not None:
         raise error_of(generation.error)
     await exchange.start_stream(heading.headers)
-    # The loop runs for every token, hence no coroutines of our own in it.
+    write_now = exchange.write_now
+    if write_now is not None:
+        # Most pieces go this way, at the end of their step; the loop has those for which the client was too slow.
+        generation.write_through(lambda: write_now(lambda: events.of(generation.take())))
     while not generation.finished:
         chunk = events.of(pieces)
         if chunk:
@@ -83,7 +86,7 @@ async def answer_stream(exchange: Exchange, generation: Generation, heading: Hea
         await generation.news()
         pieces = generation.take()
     generation.blocked_since = monotonic()
-    await exchange.send({"type": "http.response.body", "body": events.of(pieces) + events.ending()})
+    await exchange.end(events.of(pieces) + events.ending())
 
 
 class StreamEvents:

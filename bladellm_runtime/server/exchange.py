@@ -15,9 +15,13 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
+WriteNow = Callable[[Callable[[], bytes]], bool]
+"""Writes what the given function makes, and returns True; or returns False at once if that would have to wait."""
 
 ABORT_EXTENSION = "bladellm.abort"
 """Key in the scope's `extensions` of a function that drops the connection at once, unsent bytes and all."""
+WRITE_EXTENSION = "bladellm.write"
+"""Key in the scope's `extensions` of a function that writes a part of a body without waiting; see `WriteNow`."""
 EXCHANGE = "bladellm.exchange"
 """Key in the scope under which a cold route finds the exchange it answers."""
 LINGER_SECONDS = 2.0
@@ -42,6 +46,8 @@ class Exchange:
         self.send = send
         self.request_id = _request_id(self.header(b"x-request-id"))
         self.started = False
+        self.ended = False
+        """True once the last part of the answer is being sent."""
         self.body_read = not self._has_body()
 
     def header(self, name: bytes) -> bytes | None:
@@ -95,6 +101,7 @@ class Exchange:
 
     async def end(self, body: bytes) -> None:
         """Send the last part of an answer."""
+        self.ended = True
         if not self.body_read:
             await self.send({"type": "http.response.body", "body": body, "more_body": True})
             # Closing with unread data resets the connection, and the client might never see the answer.
@@ -109,6 +116,12 @@ class Exchange:
     def own_headers(self) -> list[Header]:
         """Headers that every answer has."""
         return [(b"x-request-id", self.request_id), *([] if self.body_read else [_CLOSE])]
+
+    @property
+    def write_now(self) -> WriteNow | None:
+        """Writes a part of a started stream at once, past `send`; None where the server cannot."""
+        found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_EXTENSION)
+        return found
 
     def drop(self) -> None:
         """Close the connection at once, without waiting for unsent bytes."""

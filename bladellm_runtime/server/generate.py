@@ -72,14 +72,15 @@ async def _generate(state: ServerState, exchange: Exchange, parser: Parser) -> N
     choices = len(prompts) * call.params.n
     state.admission.enter(choices)
     try:
-        async with _unless_client_leaves(exchange):
-            await _answer(state, exchange, call, arrival)
+        async with _unless_client_leaves(exchange) as client:
+            await _answer(state, exchange, call, arrival, client)
     finally:
         state.admission.leave(choices)
 
 
-async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: float) -> None:
+async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: float, client: "_ClientWatch") -> None:
     work = await prepare(state, call)
+    client.check()
     state.metrics.choices.observe(call.params.n)
     # Tokenizing takes a while, and things may have changed meanwhile.
     obstacle = state.obstacle()
@@ -141,24 +142,35 @@ async def _prepare_prompt(state: ServerState, prompt: Prompt, params: SamplingPa
     return PromptWork(tokens, fit_max_tokens(params, len(tokens), state.context), text if echo else None)
 
 
-@asynccontextmanager
-async def _unless_client_leaves(exchange: Exchange) -> AsyncIterator[None]:
-    """Run the block, but cancel it as soon as the client closes the connection; that raises `ClientGone`."""
-    block = asyncio.current_task()
+class _ClientWatch:
+    """Whether the client is still there."""
+
     gone = False
 
+    def check(self) -> None:
+        """Raise `ClientGone` if it is not: `asyncio.wait_for` of Python 3.11 may swallow a cancellation."""
+        if self.gone:
+            raise ClientGone
+
+
+@asynccontextmanager
+async def _unless_client_leaves(exchange: Exchange) -> AsyncIterator[_ClientWatch]:
+    """Run the block, but cancel it as soon as the client closes the connection; that raises `ClientGone`."""
+    block = asyncio.current_task()
+    client = _ClientWatch()
+
     async def watch() -> None:
-        nonlocal gone
         await exchange.wait_disconnect()
-        gone = True
-        if block is not None:
+        # The end of an answer reads like a disconnect, too.
+        client.gone = not exchange.ended
+        if client.gone and block is not None:
             block.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
-        yield
+        yield client
     except asyncio.CancelledError:
-        if not gone or block is None:
+        if not client.gone or block is None:
             raise
         block.uncancel()
         raise ClientGone from None

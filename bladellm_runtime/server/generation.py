@@ -40,6 +40,7 @@ class Generation:
         self._unread = 0
         self._unfinished = 0
         self._loop = asyncio.get_running_loop()
+        self._write: Callable[[], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._choices: list[RunningChoice] = []
         self._aborted = False
@@ -91,6 +92,20 @@ class Generation:
         pieces, self._pending, self._unread = self._pending, {}, 0
         return pieces
 
+    def write_through(self, write: Callable[[], bool]) -> None:
+        """From now on write pieces with `write` at the end of each step, while the handler waits for news.
+
+        `write` takes the pieces and returns True, or returns False if it cannot: then the handler gets its news.
+        """
+        self._write = write
+
+    def flush(self) -> None:
+        """The step that brought pieces is over."""
+        if self._waiter is None or self._waiter.done():
+            return  # The handler is busy, and will take them itself.
+        if self._ended or self._write is None or not self._write():
+            self._wake()
+
     def fail(self, code: str) -> None:
         """End the request with an error, which the handler reports; the engine is told to stop."""
         if not self._ended:
@@ -136,7 +151,7 @@ class Generation:
         self._unread += 1 + _entries(piece)
         if self._unread > MAX_UNREAD:
             self.give_up_reader()
-        self._wake()
+        self._state.touched.append(self)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

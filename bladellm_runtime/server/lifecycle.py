@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,6 +23,8 @@ from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.host import DEFAULT_COMMAND
 from bladellm_runtime.wire.transport import EnginePort
+
+logger = logging.getLogger(__name__)
 
 ENGINE_START_SECONDS = 3600.0
 ENGINE_STOP_SECONDS = 10.0
@@ -151,6 +154,8 @@ class Server:
             await _first_of(asyncio.sleep(DEAD_ENGINE_SECONDS), self._hurry.wait())
             return 1
         state.draining = True
+        if state.admission.open:
+            logger.info("finishing %d open requests; a second signal ends them at once", state.admission.open)
         drained = asyncio.create_task(_until_idle(state))
         await _first_of(
             drained, asyncio.sleep(self._args.shutdown_timeout), self._hurry.wait(), self._engine_died.wait()

@@ -21,6 +21,9 @@ from bladellm_runtime.server.models_api import model_card, models_list
 from bladellm_runtime.server.sampling import check_token_id
 from bladellm_runtime.server.state import ServerState
 
+GENERATION = {"/v1/chat/completions": ("chat completions", "messages"), "/v1/completions": ("completions", "prompt")}
+"""The hot routes: what OpenAI calls them, and the field that each needs."""
+
 
 def cold_routes(state: ServerState) -> FastAPI:
     """The FastAPI application with every route but the two hot ones."""
@@ -31,6 +34,7 @@ def cold_routes(state: ServerState) -> FastAPI:
     _add_probes(app, state)
     _add_models(app, state)
     _add_text(app, state)
+    _describe_generation(app)
     return app
 
 
@@ -97,6 +101,20 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
             check_token_id("tokens", token, state.context)
         text = await state.pool.run("tokens", state.tokenizer.decode, tokens, False)
         return _json({"prompt": text})
+
+
+def _describe_generation(app: FastAPI) -> None:
+    """Put the two hot routes, which are answered before FastAPI is asked, into the schema."""
+    for path, (name, wanted) in GENERATION.items():
+        schema = {"type": "object", "required": [wanted]}
+        app.openapi()["paths"][path] = {
+            "post": {
+                "summary": f"OpenAI's {name}, with BladeLLM's fields beside OpenAI's.",
+                "operationId": name.replace(" ", "_"),
+                "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+                "responses": {"200": {"description": "The answer, or with `stream` its events"}},
+            }
+        }
 
 
 async def _tokenize(state: ServerState, body: dict[str, Any]) -> list[int]:

@@ -1,5 +1,6 @@
 """What the handlers of one server share."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,12 @@ from bladellm_runtime.server.metrics import Metrics, MetricsPage
 from bladellm_runtime.text.pool import TextPool
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.messages import EngineStats
 
 if TYPE_CHECKING:
     from bladellm_runtime.server.generation import Generation
+
+logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 
@@ -39,6 +43,8 @@ class ServerState:
     page: MetricsPage
     pool: TextPool = field(default_factory=TextPool)
     generations: set["Generation"] = field(default_factory=set)
+    touched: list["Generation"] = field(default_factory=list)
+    """Generations that got a piece in the step being handled."""
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -46,6 +52,18 @@ class ServerState:
     def max_body_bytes(self) -> int:
         """The limit of --max_body_mib in bytes."""
         return int(self.args.max_body_mib * MIB)
+
+    def on_step(self, stats: EngineStats) -> None:
+        """A step's pieces have all arrived: send them on."""
+        touched, self.touched = self.touched, []
+        for generation in touched:
+            try:
+                generation.flush()
+            except Exception:
+                # One request's fault must not cost the others of the step their tokens.
+                logger.exception("a step's tokens could not be sent")
+                generation.fail("generation_failed")
+        self.metrics.on_step(stats)
 
     def obstacle(self) -> ApiError | None:
         """Why no new request can be taken now, if so."""
@@ -68,9 +86,8 @@ def make_state(args: ServingArgs, model_folder: Path, client: EngineClient, toke
         defaults=SamplingDefaults.from_generation_config(read_generation_config(model_folder)),
     )
     metrics = Metrics()
-    client.on_step.append(metrics.on_step)
     admission = Admission(args.max_running_requests + args.max_queue_size)
-    return ServerState(
+    state = ServerState(
         args=args,
         client=client,
         tokenizer=tokenizer,
@@ -80,6 +97,8 @@ def make_state(args: ServingArgs, model_folder: Path, client: EngineClient, toke
         metrics=metrics,
         page=MetricsPage(metrics, client, admission, context.model_names[0]),
     )
+    client.on_step.append(state.on_step)
+    return state
 
 
 def served_names(args: ServingArgs) -> list[str]:

@@ -220,6 +220,8 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure = message.message
+        if self._started.cancelled():
+            return  # Nobody waits for this engine any more.
         if not self._started.done():
             self._started.set_exception(_start_error(message))
             return

@@ -89,7 +89,8 @@ class ProcessHost:
             if process.stdin is not None:
                 process.stdin.close()
             if not await self._ended_within(min(timeout, 1.0)):
-                logger.info("the engine did not exit in time; killing process %d", process.pid)
+                if timeout > 0:
+                    logger.info("the engine did not exit in time; killing process %d", process.pid)
                 process.kill()
                 await self._ended_within(KILL_SECONDS)
         if process.stdin is not None:
@@ -145,7 +146,8 @@ class ThreadHost:
                 await self._ended.wait()
                 self._thread.join()
         except TimeoutError:
-            logger.warning("the engine thread did not end in time")
+            if timeout > 0:
+                logger.warning("the engine thread did not end in time")
 
     def _main(self) -> None:
         port = EnginePort(self._address, self._context)

@@ -49,7 +49,7 @@ def decode_engine_message(frame: bytes) -> EngineMessage | None:
     """The message in a frame, or None, logged, when it is not one."""
     try:
         return _decode_engine_message(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         logger.warning("dropped a message of %d bytes from the engine that does not decode: %s", len(frame), error)
         return None
 
@@ -58,7 +58,7 @@ def decode_front_message(frame: bytes) -> FrontMessage | None:
     """The message in a frame, or None, logged, when it is not one."""
     try:
         return _decode_front_message(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         logger.warning("dropped a message of %d bytes to the engine that does not decode: %s", len(frame), error)
         return None
 

@@ -21,7 +21,7 @@ NEIGHBOUR_TOKENS = 48
 def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """A live server shared by the tests: 64 slots, a KV cache of 16,384 tokens, a queue of 64, 1 MiB bodies."""
     engine = fake_command(step_seconds=0.004, kv_tokens=16384) if request.param == "fake" else "real"
-    extra = {} if request.param == "fake" else {"kv_cache_gib": 0.0625, "device": "cpu"}
+    extra = {} if request.param == "fake" else {"kv_cache_gib": 0.0625, "device": request.config.getoption("--device")}
     limits = {
         "max_running_requests": 64,
         "max_queue_size": 64,

@@ -218,10 +218,11 @@ def test_row_37_idle_connections(server, beside):
 def test_row_37_idle_after_an_answer(server, beside):
     connection = connect(server)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b"200 OK" in connection.recv(4096)
     started = time.monotonic()
-    assert read_to_end(connection) == b""
-    assert time.monotonic() - started < 8
+    answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b'{"status":"ok"}')
+    assert time.monotonic() - started < 4
     connection.close()
 
 
@@ -348,21 +349,14 @@ def test_row_38_waited_too_long(narrow_server, stream):
 # Row 43: the engine dies.
 
 
-def kill_engine(server):
-    os.kill(server.engine_pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    "kill", [kill_engine, lambda s: s.request("/v1/completions", {**SHORT, "prompt": "@fake:die"})]
-)
-def test_row_43_engine_killed(kill):
+def test_row_43_engine_killed():
     with LiveServer(fake_command()) as server:
         stream = OpenStream(server, LONG)
         stream.read(3)
         whole = ThreadPoolExecutor(1).submit(server.json, "/v1/completions", LONG)
         until(lambda: server.gauges()[0] == 2, what="two running requests")
         started = time.monotonic()
-        kill(server)
+        os.kill(server.engine_pid, signal.SIGKILL)
         rest = stream.rest()
         stream.close()
         assert rest[-1]["error"]["code"] == "engine_dead"

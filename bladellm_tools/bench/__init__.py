@@ -1,0 +1,1 @@
+"""`blade_llm_bench`: TTFT–QPS and TBT–QPS curves of any OpenAI-compatible server."""

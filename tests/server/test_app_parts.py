@@ -1,0 +1,158 @@
+"""The server's small parts, each against something independent."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as ReferenceHistogram
+
+from bladellm_runtime.errors import UserError
+from bladellm_runtime.server.auth import Authenticator
+from bladellm_runtime.server.errors import ApiError
+from bladellm_runtime.server.exchange import ClientGone, Exchange
+from bladellm_runtime.server.histogram import Histogram
+from bladellm_runtime.server.limits import UNAVAILABLE, Admission, error_of
+from bladellm_runtime.server.listener import bind, url_of
+
+BOUNDS = (0.001, 0.5, 1.0, 2.0, 100.0)
+
+
+@given(st.lists(st.floats(0, 1000) | st.sampled_from(BOUNDS), max_size=50))
+def test_histogram_equals_the_prometheus_clients(values):
+    ours = Histogram("x", "help", BOUNDS)
+    reference = ReferenceHistogram("x", "help", buckets=BOUNDS, registry=CollectorRegistry())
+    for value in values:
+        ours.observe(value)
+        reference.observe(value)
+    [expected] = reference.collect()
+    wanted = {(s.name, s.labels.get("le")): s.value for s in expected.samples if not s.name.endswith("_created")}
+    found = {(s.name, s.labels.get("le")): s.value for s in ours.family({}).samples}
+    assert found == pytest.approx(wanted)
+
+
+def allowed(keys, path, authorization):
+    try:
+        Authenticator(keys).check(path, authorization)
+    except ApiError as error:
+        assert error.status == 401
+        return False
+    return True
+
+
+@given(st.binary(max_size=40), st.sampled_from(["/", "/v1/models", "/metrics", "//health", "/health/", "/Ready", ""]))
+def test_no_other_header_opens_a_locked_server(authorization, path):
+    assert not allowed(["correct horse", "battery"], path, authorization)
+    assert not allowed(["correct horse"], path, None)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_probes_are_open(path):
+    assert allowed(["key"], path, None)
+
+
+def test_without_keys_everyone_may_enter():
+    assert allowed([], "/v1/models", None)
+
+
+@given(st.integers(1, 20), st.lists(st.integers(1, 8), max_size=30))
+def test_admission_never_exceeds_its_limit_and_gives_everything_back(limit, sizes):
+    admission, entered = Admission(limit), []
+    for size in sizes:
+        try:
+            admission.enter(size)
+            entered.append(size)
+        except ApiError as error:
+            assert error.status == (400 if size > limit else 429)
+            assert error.status == 400 or (error.retry_after and sum(entered) + size > limit)
+            if entered:
+                admission.leave(entered.pop(0))
+        assert admission.open == sum(entered) <= limit
+    for size in entered:
+        admission.leave(size)
+    assert admission.open == 0
+
+
+def test_every_code_of_the_server_has_a_status_clients_retry():
+    for code in UNAVAILABLE:
+        error = error_of(code)
+        assert (error.status, error.code, error.type) == (503, code, "server_error")
+        assert error.retry_after is not None
+
+
+class FakeClient:
+    """The far end of an exchange: gives out body parts, keeps what is sent."""
+
+    def __init__(self, parts, headers=(), leaves=False):
+        self.parts = list(parts)
+        self.leaves = leaves
+        self.sent = []
+        self.exchange = Exchange({"type": "http", "headers": list(headers)}, self.receive, self.send)
+
+    async def receive(self):
+        if not self.parts:
+            if self.leaves:
+                return {"type": "http.disconnect"}
+            await asyncio.sleep(60)
+        part = self.parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(self.parts) or self.leaves}
+
+    async def send(self, message):
+        self.sent.append(message)
+
+
+CHUNKED = [(b"transfer-encoding", b"chunked")]
+
+
+@given(st.lists(st.binary(max_size=30), min_size=1, max_size=10), st.integers(0, 200))
+def test_a_body_is_read_whole_or_refused_at_the_limit(parts, limit):
+    client = FakeClient(parts, CHUNKED)
+    whole = b"".join(parts)
+    if len(whole) <= limit:
+        assert asyncio.run(client.exchange.read_body(limit, 5)) == whole
+        return
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(client.exchange.read_body(limit, 5))
+    assert caught.value.status == 413
+    assert sum(map(len, client.parts)) >= len(whole) - limit - 30, "read on after the limit"
+
+
+def test_a_declared_length_over_the_limit_is_refused_unread():
+    client = FakeClient([b"x" * 10], [(b"content-length", b"1000000")])
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(client.exchange.read_body(100, 5))
+    assert caught.value.status == 413
+    assert client.parts == [b"x" * 10]
+
+
+def test_a_body_that_stalls_and_one_whose_client_leaves():
+    stalled = FakeClient([b"x", b"y"], CHUNKED)
+    stalled.parts = []
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(stalled.exchange.read_body(100, 0.05))
+    assert caught.value.status == 408
+    with pytest.raises(ClientGone):
+        asyncio.run(FakeClient([b"x"], CHUNKED, leaves=True).exchange.read_body(100, 1))
+
+
+def test_an_error_to_an_unread_body_closes_the_connection():
+    client = FakeClient([b"rest", b"of it"], CHUNKED)
+    asyncio.run(client.exchange.fail(ApiError(429, "full", retry_after=1.5)))
+    start, *body = client.sent
+    headers = dict(start["headers"])
+    assert (headers[b"connection"], headers[b"retry-after"]) == (b"close", b"2")
+    assert b"".join(part["body"] for part in body) == ApiError(429, "full").body()
+    assert body[-1].get("more_body", False) is False
+    assert client.parts == [], "what was on its way is read, or the client may see a reset only"
+
+
+def test_a_taken_port_and_a_strange_host_are_one_sentence():
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    assert url_of(listener) == f"http://127.0.0.1:{port}"
+    with pytest.raises(UserError, match=f"--port {port} .*choose another"):
+        bind("127.0.0.1", port)
+    listener.close()
+    with pytest.raises(UserError, match="--host no"):
+        bind("no.such.host.invalid", 0)
