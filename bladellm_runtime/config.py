@@ -124,7 +124,11 @@ class ServingArgs(EngineArgs):
         8.0, "Largest request body in MiB; more is answered 413.", group="Server", low=0.001, high=1024
     )
     header_timeout: float = flag(
-        10.0, "Seconds a client may take to send its request headers.", group="Server", low=0.1, high=3600
+        10.0,
+        "Seconds for a client to send headers, begin its body, or keep an idle connection.",
+        group="Server",
+        low=0.1,
+        high=3600,
     )
     send_timeout: float = flag(
         60.0,

@@ -1,6 +1,5 @@
 """`blade_llm serve`: start the server, and say on standard output what was started and how to ask it."""
 
-import logging
 import shlex
 import sys
 import time
@@ -10,6 +9,7 @@ import msgspec
 from bladellm_runtime import __version__
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.server.lifecycle import serve
@@ -22,7 +22,7 @@ def run(args: ServingArgs) -> int:
     """Serve until told to stop. Returns the exit code."""
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
-    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s server: %(message)s")
+    log_to_stderr(args.log_level, "server")
     started = time.monotonic()
     folder = resolve_model(args.model)
     # Looked for here, so that a folder that is no model's is called that, whoever would read which file first.

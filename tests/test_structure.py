@@ -17,13 +17,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-BASE = {"errors", "config", "request"}
+BASE = {"errors", "config", "request", "logs"}
 BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "kernels"}
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
     "config": {"errors"},
     "request": {"errors"},
+    "logs": set(),
     "wire": BASE,
     "text": {*BASE, "wire"},
     "kv": {*BASE, "kernels"},

@@ -15,6 +15,7 @@ import msgspec
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.loop import EngineLoop
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.wire.messages import EngineFailed
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
@@ -91,7 +92,7 @@ class LoopHolder:
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    logging.basicConfig(level=launch.args.log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    log_to_stderr(launch.args.log_level, "engine")
     holder = LoopHolder()
     threading.Thread(target=holder.watch_stdin, name="front-end-watch", daemon=True).start()
     port = EnginePort(launch.address)

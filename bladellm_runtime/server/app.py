@@ -22,14 +22,21 @@ class App:
         """The ASGI entry point."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
         try:
-            self._state.authenticator.check(scope["path"], exchange.header(b"authorization"))
+            await self._answer(Exchange(scope, receive, send))
+        finally:
+            # They refer back to the request, which is freed at once without them.
+            scope.pop("extensions", None)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        path = exchange.scope["path"]
+        try:
+            self._state.authenticator.check(path, exchange.header(b"authorization"))
         except ApiError as error:
             self._state.metrics.rejected["unauthorized"] += 1
             await exchange.fail(error)
             return
-        parser = PARSERS.get(scope["path"])
+        parser = PARSERS.get(path)
         if parser is not None:
             await generate(self._state, exchange, parser)
         else:

@@ -122,6 +122,9 @@ class Generation:
         """Release everything; whatever still runs is aborted."""
         self._abort()
         self._state.generations.discard(self)
+        # Both refer back to this object; without them it is freed at once, not by the garbage collector.
+        self._choices = []
+        self._write = None
 
     def _submit_choice(self, prompt: PromptWork, number: int) -> None:
         client = self._state.client

@@ -155,7 +155,7 @@ class Server:
             return 1
         state.draining = True
         if state.admission.open:
-            logger.info("finishing %d open requests; a second signal ends them at once", state.admission.open)
+            logger.info("finishing the open requests (%d); a second signal ends them at once", state.admission.open)
         drained = asyncio.create_task(_until_idle(state))
         await _first_of(
             drained, asyncio.sleep(self._args.shutdown_timeout), self._hurry.wait(), self._engine_died.wait()

@@ -32,7 +32,9 @@ class TextPool:
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._threads, functools.partial(work, *args, **kwargs))
         try:
-            return await asyncio.wait_for(future, self.time_limit)
+            # Not asyncio.wait_for: in Python 3.11 it can swallow a cancellation that comes as the work ends.
+            async with asyncio.timeout(self.time_limit):
+                return await future
         except TimeoutError:
             raise ParameterError(
                 f"{param} took more than {self.time_limit:g} s to tokenize; send a shorter text", param

@@ -1,6 +1,7 @@
 """Where an engine lives: a process of its own, or a thread of the front end's. Starting, watching and ending it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -91,7 +92,9 @@ class ProcessHost:
             if not await self._ended_within(min(timeout, 1.0)):
                 if timeout > 0:
                     logger.info("the engine did not exit in time; killing process %d", process.pid)
-                process.kill()
+                # It may end at this very moment.
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
                 await self._ended_within(KILL_SECONDS)
         if process.stdin is not None:
             process.stdin.close()

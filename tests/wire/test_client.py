@@ -7,11 +7,13 @@ import threading
 import time
 
 import pytest
+import uvloop
 
 from bladellm_runtime.config import EngineArgs, ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.host import ProcessHost
 from bladellm_runtime.wire.messages import AddRequest, EngineFailed, RequestDelta
 from tests.support.fake_engine import FakeSettings, expected_tokens, fake_ready, run_fake_engine, tokenizer
 
@@ -235,3 +237,16 @@ def test_starting_and_closing_leaves_nothing_behind():
         assert threading.active_count() <= threads
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_an_engine_that_ended_unnoticed_is_stopped_without_ado(loop):
+    async def scenario():
+        host = ProcessHost([sys.executable, "-c", "input()"], "ipc://unused", EngineArgs())
+        await host.start()
+        time.sleep(0.5)  # not asyncio's: the loop must not hear of the end
+        await host.stop(0.0)
+        assert not host.alive
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
