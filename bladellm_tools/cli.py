@@ -5,15 +5,18 @@ each and returns the exit code. The function's module, and with it torch or fast
 of two words is a command of a group: `blade_llm bench sweep`.
 """
 
+import contextlib
 import importlib
 import inspect
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import typer
@@ -85,7 +88,9 @@ class Command:
 
             print(to_yaml(values), end="")
             return 0
-        return int(load(self.run)(*sections))
+        with leaving_at_once():
+            run = load(self.run)
+        return int(run(*sections))
 
     def merge(self, recipe: str | None, given: dict[str, Any]) -> dict[str, Any]:
         """The values in effect: flag > recipe > preset > default."""
@@ -142,6 +147,16 @@ COMMANDS = {
         bench_sections("PlotArgs", "SloArgs", "OutputArgs"),
         "bladellm_tools.bench.commands:plot",
     ),
+    "bench mock": Command(
+        "Serve answers without a model at exact times, to test load generators with.",
+        bench_sections("MockArgs"),
+        "bladellm_tools.bench.mock:run_mock",
+    ),
+    "bench check": Command(
+        "Test whether this machine can measure: the client against the mock.",
+        bench_sections("SelfCheckArgs"),
+        "bladellm_tools.bench.selfcheck:run",
+    ),
 }
 GROUPS = {"bench": "Measure TTFT-QPS and TBT-QPS curves of OpenAI-compatible servers."}
 """First words of commands that have two."""
@@ -151,6 +166,21 @@ def load(path: str) -> Any:
     """What `module:name` names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """End the process on Ctrl-C while modules are imported: raised there, an interrupt can get lost in a library."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        fail("interrupted")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_version() -> int:
@@ -241,6 +271,8 @@ def run_command(name: str, program: str, arguments: list[str]) -> int:
     app.command(name, cls=HelpfulCommand, help=command.summary, context_settings=settings)(typer_callback(command))
     parser = typer.main.get_command(app)
     given = parser.main(args=normalise(arguments, command.flags), prog_name=program, standalone_mode=False)
+    if given == INTERRUPTED:  # typer has caught a Ctrl-C, and would say nothing
+        raise KeyboardInterrupt
     # The command itself runs here, outside typer, which has its own mind about interrupts and broken pipes.
     return command.execute(given) if isinstance(given, dict) else int(given or 0)
 

@@ -110,7 +110,8 @@ class Server:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.load, folder, template)
             client = await engine
-            tokenizer.check_vocabulary(client.ready.vocab_size)
+            if self._args.load_format != "dummy":
+                tokenizer.check_vocabulary(client.ready.vocab_size)
             return client, tokenizer
         except BaseException:
             engine.cancel()

@@ -4,10 +4,16 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ENTRY_POINTS = {"blade_llm": "main", "blade_llm_server": "server", "blade_llm_check": "check"}
+ENTRY_POINTS = {
+    "blade_llm": "main",
+    "blade_llm_server": "server",
+    "blade_llm_check": "check",
+    "blade_llm_bench": "bench",
+}
 
 
 def command(program: str) -> list[str]:
@@ -43,3 +49,11 @@ def run_on_terminal(program: str, *arguments: str, columns: int = 80, **environm
     os.close(master)
     process.wait(60)
     return shown.decode().replace("\r\n", "\n")
+
+
+def wait_for_library(pid: int, name: str, seconds: float = 30.0) -> None:
+    """Return once the process has loaded a library: before its own code runs, Python itself answers an interrupt."""
+    deadline = time.monotonic() + seconds
+    while name not in Path(f"/proc/{pid}/maps").read_text():
+        assert time.monotonic() < deadline, f"{name} was not loaded within {seconds} s"
+        time.sleep(0.005)

@@ -16,7 +16,7 @@ from bladellm_tools import cli
 from bladellm_tools.flags import flags_of
 from tests.tools.command import ENTRY_POINTS, ROOT, command, run, run_on_terminal
 
-HEAVY = ("torch", "transformers", "fastapi", "numpy", "uvicorn")
+HEAVY = ("torch", "transformers", "fastapi", "numpy", "uvicorn", "aiohttp", "matplotlib")
 QUICK_SECONDS = 0.3
 FLAGS = [item for item in flags_of(ServingArgs) if item.kind in (int, float)]
 
@@ -34,7 +34,13 @@ def test_help_and_version_import_nothing_heavy(program: str, arguments: list[str
 
 
 @pytest.mark.parametrize(
-    "arguments", [["blade_llm", "--help"], ["blade_llm", "serve", "-h"], ["blade_llm_server", "--version"]]
+    "arguments",
+    [
+        ["blade_llm", "--help"],
+        ["blade_llm", "serve", "-h"],
+        ["blade_llm_server", "--version"],
+        ["blade_llm_bench", "compare", "--help"],
+    ],
 )
 def test_help_is_quick(arguments: list[str]) -> None:
     """Processor time, not the clock's: it is the same on an idle machine, and tests share theirs."""
@@ -65,14 +71,17 @@ def test_installed_scripts_run() -> None:
 
 
 def test_umbrella_help_names_every_command() -> None:
-    shown = run("blade_llm").stdout
-    assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.COMMANDS)
+    for arguments, group in ((["blade_llm"], None), (["blade_llm", "bench"], "bench"), (["blade_llm_bench"], "bench")):
+        shown = run(*arguments).stdout
+        assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands_of(group)), arguments
+    words = {name.split()[0] for name in cli.COMMANDS}
+    assert words == set(cli.commands_of(None))
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 @pytest.mark.parametrize("columns", [80, 120])
 def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
-    shown = run_on_terminal("blade_llm", name, "--help", columns=columns)
+    shown = run_on_terminal("blade_llm", *name.split(), "--help", columns=columns)
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
     assert "\x1b[" in shown
     assert max(map(len, plain.splitlines())) <= columns
@@ -82,7 +91,7 @@ def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_in_a_pipe_is_plain(name: str) -> None:
-    done = run("blade_llm", name, "--help")
+    done = run("blade_llm", *name.split(), "--help")
     assert done.stdout.isascii()
     assert all(f"--{item.name}" in done.stdout for item in cli.COMMANDS[name].flags)
     assert all(item.help.split()[0] in done.stdout for item in cli.COMMANDS[name].flags)
@@ -129,6 +138,20 @@ def test_row_63_numbers_out_of_range(item, capsys) -> None:
         (["check", "--only", "model"], ["--model"]),
         (["check", "--only", "port", "--skip", "port"], ["--only", "--skip"]),
         (["serv"], ["'serv'", "serve"]),
+        (["bench", "swep"], ["'swep'", "sweep"]),
+        (["bench", "sweep"], ["--endpoint", "http://"]),
+        (["bench", "sweep", "--endpoint", "http://h"], ["NAME=URL"]),
+        (["bench", "sweep", "--endpoint", "a=ftp://h"], ["'ftp://h'", "http://"]),
+        (["bench", "sweep", "--endpoint", "a=cmd:x"], ["{port}"]),
+        (["bench", "sweep", "--endpoint", "a=http://h", "--qps", "2,x"], ["--qps", "'x'", "auto"]),
+        (["bench", "sweep", "--endpoint", "a=http://h", "--qps", "auto", "2"], ["--qps", "auto 2"]),
+        (["bench", "sweep", "--endpoint", "a=http://h", "--stop_when", "late"], ["--stop_when", "'late'"]),
+        (["bench", "sweep", "--endpoint", "a=http://h", "--slo", "ttft=1"], ["--slo", "ttft_p99=500ms"]),
+        (["bench", "sweep", "--endpoint", "a=http://h", "--find_capacity", "--arrival", "closed"], ["--arrival"]),
+        (["bench", "run", "--endpoint", "a=http://h", "--qps", "1", "2"], ["one level", "sweep"]),
+        (["bench", "compare", "--endpoint", "a=http://h"], ["two or more", "sweep"]),
+        (["bench", "compare", "--endpoint", "a=http://h", "a=http://g"], ["two of the name 'a'"]),
+        (["bench", "plot"], ["--results"]),
         (["--prt"], ["--prt"]),
     ],
 )

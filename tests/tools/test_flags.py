@@ -212,6 +212,22 @@ def test_the_first_section_owns_a_shared_name() -> None:
     assert len({item.name for item in generate.flags}) == len(generate.flags)
 
 
+def test_a_preset_wins_over_defaults_only(tmp_path) -> None:
+    """Also where a flag repeats the default's value."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("preset: pai\nrepeats: 7\noutput_len: 40\n")
+    shown = effective(["--config", str(recipe), "--input_len", "1024"], "bench sweep")
+    assert (shown["input_len"], shown["output_len"], shown["repeats"]) == (1024, 40, 7)
+    assert shown["qps"] == ["2", "4", "6", "8", "10"]
+    assert effective([], "bench sweep")["input_len"] == 1024
+
+
+def test_defaults_of_list_flags_are_theirs() -> None:
+    assert effective([], "bench sweep")["qps"] == ["1", "2", "4", "8"]
+    assert effective(["--qps", "3"], "bench sweep")["qps"] == ["3"]
+    assert effective([], "bench run")["qps"] == ["1"]
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_flags_are_declared_well(name: str) -> None:
     for item in cli.COMMANDS[name].flags:
