@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bladellm_runtime import LLM, SamplingParams
+from bladellm_runtime.models.config import read_model_spec
 from tests.engine import reference
 
 TOKENS = 64
@@ -27,6 +28,12 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return {prompt: reference.greedy(folder, tokenizer.encode(prompt), TOKENS) for prompt in reference.PROMPTS}
 
 
+def token_bytes(folder: Path) -> int:
+    """KV cache of one token in float32."""
+    spec = read_model_spec(folder)
+    return spec.layers * 2 * spec.kv_heads * spec.head_dim * 4
+
+
 def greedy_params() -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
@@ -42,40 +49,37 @@ def assert_equal(folder: Path, prompts: list[str], found: list[list[int]]) -> No
         assert tokens == expected(folder)[prompt], prompt
 
 
+@pytest.fixture(params=["demo_model", pytest.param("target_model", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest) -> Path:
+    """The model of the repository, and with the slow tests the larger one beside the checkout."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_batch_of_16_equals_transformers(demo_model, device, way):
+def test_batch_of_16_equals_transformers(model, device, way):
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
-    found, _ = run(demo_model, prompts, device, **WAYS[way])
-    assert_equal(demo_model, prompts, found)
+    found, _ = run(model, prompts, device, **WAYS[way])
+    assert_equal(model, prompts, found)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_each_prompt_alone_equals_transformers(demo_model, device, overlap):
-    with LLM(str(demo_model), dtype="float32", device=device, kv_cache_gib=0.1, disable_overlap=not overlap) as llm:
+def test_each_prompt_alone_equals_transformers(model, device, overlap):
+    with LLM(str(model), dtype="float32", device=device, kv_cache_gib=0.1, disable_overlap=not overlap) as llm:
         for prompt in reference.PROMPTS:
             output = llm.generate([prompt], greedy_params())[0]
-            assert_equal(demo_model, [prompt], [output.outputs[0].token_ids])
+            assert_equal(model, [prompt], [output.outputs[0].token_ids])
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"disable_overlap": True}, {"prefill_chunk_tokens": 7}, {"kv_arena": "relocating"}]
 )
-def test_preemption_does_not_change_tokens(demo_model, device, options):
+def test_preemption_does_not_change_tokens(model, device, options):
     """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
-    token_bytes = 4 * 2 * 2 * 32 * 4
-    gib = 320 * token_bytes / 1024**3
-    found, preemptions = run(demo_model, prompts, device, max_model_len=160, kv_cache_gib=gib, **options)
+    gib = 320 * token_bytes(model) / 1024**3
+    found, preemptions = run(model, prompts, device, max_model_len=160, kv_cache_gib=gib, **options)
     assert preemptions > 0
-    assert_equal(demo_model, prompts, found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_target_model_equals_transformers(target_model, device, way):
-    prompts = list(reference.PROMPTS)
-    found, _ = run(target_model, prompts, device, **WAYS[way])
-    assert_equal(target_model, prompts, found)
+    assert_equal(model, prompts, found)
 
 
 def test_target_model_alone_and_together(target_model, device):
