@@ -307,7 +307,11 @@ def start(action: Callable[[str, list[str]], int], fallback: str) -> NoReturn:
     """Run an entry point with the process's arguments and exit."""
     arguments = sys.argv[1:]
     program = Path(sys.argv[0]).name if sys.argv[0].endswith(fallback) else fallback
-    sys.exit(guarded(lambda: action(program, arguments), "--debug" in arguments))
+    code = guarded(lambda: action(program, arguments), "--debug" in arguments)
+    if code == INTERRUPTED:
+        # A thread may be in the middle of loading torch: the interpreter's own end was seen to abort under it.
+        os._exit(code)
+    sys.exit(code)
 
 
 def main() -> NoReturn:

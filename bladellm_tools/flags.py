@@ -59,8 +59,14 @@ class Flag:
             wide = self.high >= ENDLESS
             parts.append(f"at least {number(self.low)}" if wide else f"{number(self.low)} to {number(self.high)}")
         if self.default not in (None, "", False, []):
-            parts.append(f"default {number(self.default) if self.kind is float else self.default}")
+            parts.append(f"default {self._default_text}")
         return f"({'; '.join(parts)})" if parts else ""
+
+    @property
+    def _default_text(self) -> str:
+        if self.is_list:
+            return " ".join(map(str, self.default))
+        return number(self.default) if self.kind is float else str(self.default)
 
     @property
     def allowed(self) -> str:
@@ -131,7 +137,7 @@ def make_flag(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
     """One field as a flag."""
     kind, optional = unwrap_optional(hint)
     is_list = typing.get_origin(kind) is list
-    default = field.default if field.default is not dataclasses.MISSING else []
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     meta = field.metadata
     return Flag(
         name=field.name,

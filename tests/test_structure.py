@@ -142,9 +142,12 @@ def test_documented_commands_exist(document: str) -> None:
         seen.add(words[0])
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, line
-        elif words[0] == "blade_llm":
-            assert words[1] in cli.COMMANDS, line
-            check_flags(words[1], words[2:])
+        elif words[0] in ("blade_llm", "blade_llm_bench"):
+            words = ["blade_llm", "bench", *words[1:]] if words[0] == "blade_llm_bench" else words
+            length = 2 if words[1] in cli.GROUPS else 1
+            name = " ".join(words[1 : 1 + length])
+            assert name in cli.COMMANDS, line
+            check_flags(name, words[1 + length :])
         elif words[0].startswith("blade_llm_"):
             check_flags({"blade_llm_server": "serve", "blade_llm_check": "check"}[words[0]], words[1:])
     assert "make" in seen
@@ -170,7 +173,7 @@ def test_documents_name_files_that_exist(document: str) -> None:
 
 def test_the_readme_has_a_row_for_every_command() -> None:
     text = (ROOT / "README.md").read_text()
-    assert all(f"`blade_llm {name}" in text for name in cli.COMMANDS)
+    assert all(f"`blade_llm {name}" in text for name in cli.commands_of(None))
 
 
 def test_the_request_fields_of_the_readme_exist() -> None:

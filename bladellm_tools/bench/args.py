@@ -76,10 +76,18 @@ class LevelArgs:
     duration: float = flag(60.0, "Seconds of arrivals of a level.", group="Load", low=0.1, high=86400)
     min_requests: int = flag(200, "Least requests of a level; extends the duration.", group="Load", low=1, high=10**7)
     num_requests: int | None = flag(None, "Exactly so many requests a level, instead.", group="Load", low=1, high=10**7)
+    drain_limit: float = flag(
+        120.0,
+        "Seconds to wait for answers after the last request, and for any sign of the server, before giving up.",
+        group="Load",
+        low=0.1,
+        high=86400,
+    )
     warmup: float = flag(
         10.0, "Seconds of the same load before a level that do not count.", group="Load", low=0, high=3600
     )
     repeats: int = flag(3, "Runs of every level.", group="Load", low=1, high=100)
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -127,6 +135,7 @@ class SloArgs:
     slo: list[str] = flag(
         ["ttft_p99=500ms", "tbt_p99=50ms"], "Limits METRIC_pNN=TIME of ttft, tbt, tpot or e2e.", group="SLO"
     )
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -149,6 +158,46 @@ class PlotArgs:
     """Which results to show."""
 
     results: list[str] = flag([], "Folders of earlier runs; several are shown together.", group="Results")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class MockArgs:
+    """A server without a model that answers at exact times. Times are seconds."""
+
+    port: int = flag(0, "Port; 0: any free one.", group="Mock", low=0, high=65535)
+    ttft: float = flag(0.15, "Seconds to the first token.", group="Mock", low=0, high=3600)
+    tbt: float = flag(0.01, "Seconds a token after the first.", group="Mock", low=0.0001, high=3600)
+    tokens_per_chunk: int = flag(1, "Tokens that leave together.", group="Mock", low=1, high=10**4)
+    service_time: float = flag(
+        0.0,
+        "Seconds for which a request keeps others waiting before its own time starts.",
+        group="Mock",
+        low=0,
+        high=3600,
+    )
+    freeze_every: float = flag(
+        0.0, "The whole server freezes at the end of every so many seconds.", low=0, high=86400, group="Mock"
+    )
+    freeze_for: float = flag(0.0, "For so long, with --freeze_every.", group="Mock", low=0, high=86400)
+    fault: Literal["none", "http_500", "error_event", "stall", "cut", "garbage"] = flag(
+        "none", "What goes wrong with a share of the requests.", group="Mock"
+    )
+    fault_share: float = flag(1.0, "Share of the requests with the fault.", group="Mock", low=0, high=1)
+    die_after: int = flag(0, "Exit at the request after so many; 0: never.", group="Mock", low=0, high=10**9)
+    report_usage: bool = flag(True, "Report token counts as usage.", group="Mock")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class SelfCheckArgs:
+    """How hard to test the client."""
+
+    streams: int = flag(512, "Streams of 20 tokens a second to bear.", group="Check", low=1, high=10**5)
 
     def __post_init__(self) -> None:
         check_fields(self)

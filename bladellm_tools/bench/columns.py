@@ -13,6 +13,7 @@ from bladellm_tools.bench.stats import Floats, Ints, Samples
 
 PER_REQUEST = ("ttfb", "ttft", "ttft_service", "tpot", "e2e", "e2e_service", "max_stall", "tokens_per_chunk")
 """Metrics with one value a request."""
+LARGEST = 2.0**53
 TIMES = ("ttft", "ttft_service", "ttfb", "tbt", "chunk_gap", "tpot", "e2e", "e2e_service", "max_stall")
 """Metrics in seconds: what a level's mean, deviation and percentiles are made of."""
 
@@ -51,7 +52,7 @@ def columns(records: list[RequestRecord]) -> RequestColumns:
     records = sorted(records, key=lambda record: record.intended)
     chunks = np.array([len(record.times) for record in records], dtype=np.int64)
     chunk_time = np.fromiter(chain.from_iterable(record.times for record in records), np.float64, chunks.sum())
-    chunk_tokens = np.fromiter(chain.from_iterable(record.tokens for record in records), np.int64, chunks.sum())
+    chunk_tokens = _whole(chain.from_iterable(record.tokens for record in records))
     return RequestColumns(
         index=_whole(record.index for record in records),
         intended=_times(record.intended for record in records),
@@ -78,7 +79,8 @@ def _times(values: Iterable[float | None]) -> Floats:
 
 
 def _whole(values: Iterable[int]) -> Ints:
-    return np.array(list(values), dtype=np.int64)
+    """Counts; nonsense of a server that no integer holds becomes the largest whole number that a float holds."""
+    return np.minimum(np.fromiter(values, np.float64), LARGEST).astype(np.int64)
 
 
 def _left(record: RequestRecord) -> float:

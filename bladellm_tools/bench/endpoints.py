@@ -9,8 +9,6 @@ import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -49,7 +47,7 @@ def parse_endpoint(text: str) -> Endpoint:
     name, equals, value = text.partition("=")
     if not equals or not NAME.fullmatch(name):
         raise ConfigError(
-            f"--endpoint {text!r} must be NAME=URL, such as ours=http://127.0.0.1:8081 (letters, digits, . _ - in names)"
+            f"--endpoint {text!r} must be NAME=URL, as ours=http://127.0.0.1:8081; names have letters, digits, . _ -"
         )
     if value.startswith("cmd:"):
         return Endpoint(name, command=parse_command(name, value.removeprefix("cmd:")))
@@ -82,32 +80,17 @@ def free_port() -> int:
 
 
 class Server:
-    """The server of an endpoint for as long as the `async with` block lasts; `url` is where it answers.
+    """The server of a `cmd:` endpoint, from `start` to `stop`; `url` is where it answers.
 
-    A server with a URL is somebody else's: it is neither started nor stopped. The log of one that is started here goes
-    to `NAME.server.log` in `folder`.
+    Its log goes to `NAME.server.log` in `folder`.
     """
 
     def __init__(self, endpoint: Endpoint, folder: Path, start_timeout: float) -> None:
         self.endpoint = endpoint
-        self.url = endpoint.url or ""
+        self.url = ""
         self._log = folder / f"{endpoint.name}.server.log"
         self._start_timeout = start_timeout
         self._process: asyncio.subprocess.Process | None = None
-
-    async def __aenter__(self) -> Self:
-        if self.endpoint.command:
-            try:
-                await self._start()
-            except BaseException:
-                await self.stop()
-                raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
 
     @property
     def ended(self) -> str | None:
@@ -118,10 +101,25 @@ class Server:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return f"the server of {self.endpoint.name} {how}{self._last_words()}"
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Start it and wait until it answers. Raises `UserError` when it does not; it is stopped then."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in self.endpoint.command]
+        try:
+            await self._launch(words)
+            async with asyncio.timeout(self._start_timeout):
+                await self._await_ready()
+        except TimeoutError as error:
+            late = f"the server of {self.endpoint.name} did not answer within {self._start_timeout:g} s"
+            last_words = self._last_words()
+            await self.stop()
+            raise UserError(f"{late} (--start_timeout){last_words}") from error
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _launch(self, words: list[str]) -> None:
         with self._log.open("ab") as log:
             try:
                 # A session of its own: Ctrl-C reaches only this process, and stop() reaches the server's children.
@@ -129,17 +127,8 @@ class Server:
                     *words, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
             except OSError as error:
-                raise UserError(
-                    f"--endpoint {self.endpoint.name}: {words[0]!r} cannot be run: {error.strerror}"
-                ) from error
-        try:
-            async with asyncio.timeout(self._start_timeout):
-                await self._await_ready()
-        except TimeoutError as error:
-            raise UserError(
-                f"the server of {self.endpoint.name} did not answer within {self._start_timeout:g} s "
-                f"(--start_timeout){self._last_words()}"
-            ) from error
+                name = self.endpoint.name
+                raise UserError(f"--endpoint {name}: {words[0]!r} cannot be run: {error.strerror}") from error
 
     async def _await_ready(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:

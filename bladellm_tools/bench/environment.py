@@ -89,11 +89,12 @@ def gpus() -> str:
 
 
 def flags_in_effect(sections: Sequence[Any]) -> dict[str, object]:
-    """The values of argument dataclasses, without secrets: keys are left out, headers keep their names only."""
+    """The values of argument dataclasses but where results go and secrets: of headers, the names are kept."""
     values: dict[str, object] = {}
     for section in sections:
         values |= {item.name: getattr(section, item.name) for item in dataclasses.fields(section)}
-    values.pop("api_key", None)
+    for name in ("api_key", "out"):
+        values.pop(name, None)
     if isinstance(texts := values.get("endpoint"), list):
         values["endpoint"] = [without_secrets(text) for text in texts]
     if isinstance(headers := values.get("header"), list):

@@ -1,6 +1,7 @@
 """A level over its repeats: `combine` gives every figure with its interval."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,7 +97,7 @@ def combine(summaries: Sequence[LevelSummary]) -> LevelFigures:
     )
 
 
-def _added(counts: "Iterable[dict[str, int]]") -> dict[str, int]:
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)
@@ -104,8 +105,52 @@ def _added(counts: "Iterable[dict[str, int]]") -> dict[str, int]:
 
 
 def _values(runs: list[LevelSummary]) -> dict[str, Figure]:
+    """Every figure over the runs; from the requests themselves where the runs alone do not give one."""
     values = {name: _over_runs([run.values[name] for run in runs]) for name in FIGURES}
-    missing = [name for name, figure in values.items() if figure.value is None or figure.interval is None]
-    if any(name.rpartition("_")[0] in TIMES for name in missing):
-        values |= _from_requests(runs, missing)
+    wanting = [name for name in TIMES if any(_wanting(values[f"{name}_{statistic}"]) for statistic in STATISTICS)]
+    pooled = pooled_samples(runs) if wanting else {}
+    for name in wanting:
+        for statistic in STATISTICS:
+            if _wanting(values[f"{name}_{statistic}"]):
+                values[f"{name}_{statistic}"] = _over_requests(pooled[name], statistic)
     return values
+
+
+def _wanting(figure: Figure) -> bool:
+    return figure.value is None or figure.interval is None
+
+
+def _over_runs(values: Sequence[float | None]) -> Figure:
+    """Mean of the runs; nothing if a run has no value, because the runs without one are not like the others."""
+    found = [value for value in values if value is not None]
+    if not found or len(found) < len(values):
+        return Figure()
+    return Figure(float(np.mean(found)), t_interval(found), coefficient_of_variation(found))
+
+
+def _over_requests(sample: Samples, statistic: str) -> Figure:
+    """One statistic of the pooled requests, with a bootstrap interval."""
+    if not enough_for(statistic, sample.contributors()):
+        return Figure()
+    if statistic in PERCENTILES:
+        share = PERCENTILES[statistic]
+        return Figure(sample.percentile(share), sample.percentile_interval(share))
+    if statistic == "mean":
+        return Figure(sample.mean(), sample.mean_interval())
+    return Figure(sample.std())
+
+
+def _notes(summaries: Sequence[LevelSummary], usable: list[LevelSummary]) -> tuple[str, ...]:
+    """The runs' notes, each once with the number of runs it is true of."""
+    notes = Counter(note for summary in usable for note in summary.notes)
+    found = [
+        note if count == len(usable) else f"{note} (run {_runs_with(note, usable)})" for note, count in notes.items()
+    ]
+    if len(usable) < len(summaries):
+        left_out = len(summaries) - len(usable)
+        found.append(f"{left_out} of {len(summaries)} runs left out: the client was the limit")
+    return tuple(found)
+
+
+def _runs_with(note: str, runs: list[LevelSummary]) -> str:
+    return ", ".join(str(run.repeat + 1) for run in runs if note in run.notes)

@@ -162,10 +162,10 @@ def _rates(table: RequestColumns, window: Window, due: NDArray[np.bool_]) -> dic
 
 
 def _overall(table: RequestColumns) -> dict[str, float | None]:
-    """The same over everything that was answered, warm-up and drain too, from the first send to the last end."""
+    """The same over all that was answered, warm-up and drain too, from the first intended send to the last end."""
     if not table.ok.any():
         return {}
-    span = float(np.max(table.ended[table.ok]) - np.nanmin(table.sent))
+    span = float(np.max(table.left[table.ok]) - np.min(table.intended))
     if span <= 0:
         return {}
     prompts, output = float(table.prompt[table.ok].sum()), float(table.tokens[table.ok].sum())

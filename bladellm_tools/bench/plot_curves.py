@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from bladellm_tools.bench.plot_style import LIGHT, Chart, drawing, finish, series_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LOG_FROM = 12.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
@@ -18,13 +20,14 @@ LINE_HEIGHT = 0.062
 
 @dataclass(frozen=True)
 class Point:
-    """One level: load, value, interval, and whether the figures are no steady state (drawn hollow)."""
+    """One level: load, value, interval; `hollow` for no steady state, `faded` for figures of the client."""
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
     hollow: bool = False
+    faded: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,12 @@ def draw_curves(chart: CurveChart) -> Chart:
             axes.plot([0, top], [0, top], color=LIGHT.limit, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         for limit in chart.limits:
             draw_limit(axes, limit)
-        label_ends(axes, [line for line in chart.lines if line.points])
+        label_ends(figure, axes, [line for line in chart.lines if line.points])
         return finish(figure, chart.name, chart.title, chart.caption)
 
 
 def draw_line(axes: "Axes", line: Line) -> None:
-    """The curve, its interval band, and its points: hollow where the level was no steady state."""
+    """The curve, its interval band, and its points."""
     colour, marker = series_style(line.series)
     xs, ys = [point.x for point in line.points], [point.y for point in line.points]
     axes.plot(xs, ys, color=colour, linestyle=(0, (4, 2)) if line.dashed else "solid", zorder=3)
@@ -89,8 +92,8 @@ def draw_line(axes: "Axes", line: Line) -> None:
     if banded:
         lows, highs = [point.low or 0.0 for point in banded], [point.high or 0.0 for point in banded]
         axes.fill_between([point.x for point in banded], lows, highs, color=colour, alpha=0.16, linewidth=0, zorder=2)
-    for hollow in (False, True):
-        chosen = [point for point in line.points if point.hollow is hollow]
+    for hollow, faded in product((False, True), repeat=2):
+        chosen = [point for point in line.points if (point.hollow, point.faded) == (hollow, faded)]
         axes.plot(
             [point.x for point in chosen],
             [point.y for point in chosen],
@@ -99,6 +102,7 @@ def draw_line(axes: "Axes", line: Line) -> None:
             linestyle="none",
             markerfacecolor=LIGHT.paper if hollow else colour,
             markeredgewidth=1.4,
+            alpha=0.35 if faded else None,
             zorder=4,
         )
 
@@ -140,11 +144,11 @@ def draw_limit(axes: "Axes", limit: Limit) -> None:
         )  # fmt: skip
 
 
-def label_ends(axes: "Axes", lines: Sequence[Line]) -> None:
+def label_ends(figure: "Figure", axes: "Axes", lines: Sequence[Line]) -> None:
     """Names at the right ends of the lines, pushed apart where they would touch."""
     if not lines:
         return
-    axes.figure.canvas.draw()
+    figure.draw_without_rendering()
     heights = [float(axes.transAxes.inverted().transform(end_on_screen(axes, line))[1]) for line in lines]
     for line, wanted, height in zip(lines, heights, spread(heights, LINE_HEIGHT), strict=True):
         colour, _ = series_style(line.series)

@@ -123,13 +123,15 @@ class LevelRun:
 class Benchmark:
     """Everything one invocation measured, and where: what is stored, plotted and compared.
 
-    `environment` has versions, machine, flags, git commit and clock; `flags` the arguments in effect.
+    `environment` has versions, machine, git commit and clock; `flags` the arguments in effect; `notes` what to know
+    beyond single levels, as that it was interrupted, a sentence each.
     """
 
     title: str
     flags: dict[str, object]
     environment: dict[str, str]
     runs: list[LevelRun] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def endpoints(self) -> list[str]:

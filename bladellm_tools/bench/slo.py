@@ -14,7 +14,7 @@ from bladellm_tools.bench.columns import RequestColumns, request_metrics, token_
 METRICS = ("ttft", "tbt", "tpot", "e2e")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-PATTERN = re.compile(r"(?P<metric>[a-z_]+?)_(?P<percentile>p[0-9.]+)\s*=\s*(?P<number>[0-9.eE+-]+)\s*(?P<unit>[a-z]+)")
+PATTERN = re.compile(r"(?P<metric>[a-z0-9]+)_(?P<percentile>p[0-9.]+)\s*=\s*(?P<number>[0-9.eE+-]+)\s*(?P<unit>[a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Estimates with intervals: t over runs, block bootstrap within a run, ratios, and trends. Every result is repeatable."""
+"""Estimates with intervals: t over runs, block bootstrap within a run, ratios and trends; all of it repeatable."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
@@ -15,6 +17,8 @@ CONFIDENCE = 0.95
 NOISY_CV = 0.10
 DRAWS = 1000
 MOST_BLOCKS = 512
+LEAST_BEYOND = 10.0
+UNRELATED = 1.5
 SEED = 20_240_917
 
 
@@ -48,6 +52,7 @@ def student_cdf(t: float, freedom: int) -> float:
     return 0.5 + inside / 2
 
 
+@cache
 def student_quantile(probability: float, freedom: int) -> float:
     """The t value that a share `probability` (0.5 and up) of the distribution does not exceed."""
     low, high = 0.0, 1.0
@@ -75,40 +80,57 @@ def coefficient_of_variation(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) / abs(mean)
 
 
-def block_length(series: Floats) -> int:
-    """Requests a bootstrap block needs so that neighbours keep their dependence: Carlstein's rule for an AR(1) series.
+def correlation_time(series: Floats) -> float:
+    """How many neighbours tell as much as one independent value: 1 plus twice the sum of the autocorrelations.
 
-    1 when neighbours are unrelated; never so short that there are more than `MOST_BLOCKS` blocks.
+    The sum ends where it has run over five times its own result (Sokal's window); 1 where neighbours are unrelated.
     """
     count = len(series)
-    least = math.ceil(count / MOST_BLOCKS)
-    centred = series - series.mean()
-    power = float(centred @ centred)
-    if count < 8 or power <= 0:
-        return max(1, least)
-    correlation = min(max(float(centred[1:] @ centred[:-1]) / power, 0.0), 0.97)
-    if correlation < 2 / math.sqrt(count):
-        return max(1, least)
-    wanted = (2 * correlation / (1 - correlation**2)) ** (2 / 3) * count ** (1 / 3)
-    return int(min(max(math.ceil(wanted), least), max(1, count // 5)))
+    if count < 8:
+        return 1.0
+    spectrum = np.abs(np.fft.rfft(series - series.mean(), 2 * count)) ** 2
+    covariance = np.fft.irfft(spectrum)[:count]
+    if covariance[0] <= 0:
+        return 1.0
+    times = 2 * np.cumsum(covariance / covariance[0]) - 1
+    ended = np.arange(count) >= 5 * times
+    time = float(times[int(np.argmax(ended))] if ended.any() else times.max())
+    return time if time > UNRELATED else 1.0
 
 
-def bootstrap_ratio(numerator: Floats, denominator: Floats, confidence: float = CONFIDENCE) -> Interval | None:
+def block_length(series: Floats) -> int:
+    """Requests a bootstrap block needs so that neighbours keep their dependence.
+
+    Two correlation times, or what Carlstein (1986) finds best for an AR(1) series with that correlation time if it is
+    more; 1 when neighbours are unrelated. There are never fewer than 6 blocks nor more than `MOST_BLOCKS`.
+    """
+    count, time = len(series), correlation_time(series)
+    carlstein = ((time**2 - 1) / (2 * time)) ** (2 / 3) * count ** (1 / 3)
+    wanted = math.ceil(max(2 * time, carlstein)) if time > 1 else 1
+    return max(1, math.ceil(count / MOST_BLOCKS), min(wanted, count // 6))
+
+
+def bootstrap_ratio(
+    numerator: Floats, denominator: Floats, least_block: int = 1, confidence: float = CONFIDENCE
+) -> Interval | None:
     """Interval of sum(numerator) / sum(denominator) over requests, by resampling circular blocks of neighbours.
 
-    Both are one value a request, in order of their intended times; a request without a value has 0 in both.
+    Both are one value a request, in order of their intended times; a request without a value has 0 in both. The
+    spread is widened as Student's t is against the normal, for there are only so many blocks.
     """
     count = len(numerator)
     if count < 2 or denominator.sum() <= 0:
         return None
-    centre = numerator.sum() / denominator.sum()
-    length = block_length(numerator - centre * denominator)
-    starts = np.random.default_rng(SEED).integers(0, count, size=(DRAWS, math.ceil(count / length)))
+    centre = float(numerator.sum() / denominator.sum())
+    length = min(max(block_length(numerator - centre * denominator), least_block), count)
+    blocks = math.ceil(count / length)
+    starts = np.random.default_rng(SEED).integers(0, count, size=(DRAWS, blocks))
     above = _block_sums(numerator, length)[starts].sum(axis=1)
     below = _block_sums(denominator, length)[starts].sum(axis=1)
-    drawn = above[below > 0] / below[below > 0]
-    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high))
+    low, high = np.quantile(above[below > 0] / below[below > 0], [(1 - confidence) / 2, (1 + confidence) / 2])
+    upper = (1 + confidence) / 2
+    wider = student_quantile(upper, max(blocks - 1, 1)) / NormalDist().inv_cdf(upper)
+    return Interval(centre - wider * (centre - float(low)), centre + wider * (float(high) - centre))
 
 
 def _block_sums(series: Floats, length: int) -> Floats:
@@ -117,12 +139,12 @@ def _block_sums(series: Floats, length: int) -> Floats:
     return np.asarray(running[length:] - running[:-length])
 
 
-def ratio_interval(above: float, over: Interval, below: float, under: Interval) -> Interval | None:
-    """Interval of above / below from the intervals of two independent positive quantities.
+def ratio_interval(above: float, over: Interval | None, below: float, under: Interval | None) -> Interval | None:
+    """Interval of above / below from the intervals of two independent quantities; None unless both are positive.
 
     The two are combined on the log scale, each end by its own distance (the MOVER method of Donner and Zou, 2012).
     """
-    if min(above, below, over.low, under.low) <= 0:
+    if over is None or under is None or min(above, below, over.low, under.low) <= 0:
         return None
     centre = math.log(above / below)
     down = math.hypot(math.log(above / over.low), math.log(under.high / below))
@@ -181,7 +203,7 @@ class Samples:
     @classmethod
     def of(cls, values: Floats, weights: Floats, rows: Ints, requests: int) -> "Samples":
         """Sort values that belong to `requests` requests."""
-        order = np.argsort(values, kind="stable")
+        order = np.argsort(values)
         weights = weights[order]
         return cls(values[order], weights, rows[order], requests, np.cumsum(weights))
 
@@ -213,20 +235,41 @@ class Samples:
         return float(self.values[min(int(place), len(self.values) - 1)])
 
     def mean_interval(self) -> Interval | None:
-        """Interval of the mean by the block bootstrap over requests."""
-        return bootstrap_ratio(self._per_request(self.values * self.weights), self._per_request(self.weights))
+        """Interval of the mean by the block bootstrap over requests; None of too few independent values."""
+        weights = self._per_request(self.weights)
+        ranks = self._request_ranks(weights)
+        if self._independent(ranks) < 2 * LEAST_BEYOND:
+            return None
+        return bootstrap_ratio(self._per_request(self.values * self.weights), weights, block_length(ranks))
 
     def percentile_interval(self, share: float) -> Interval | None:
-        """Interval of a percentile: the bootstrap interval of the share below it, read back as values (Woodruff)."""
+        """Interval of a percentile: the bootstrap interval of the share below it, read back as values (Woodruff).
+
+        None where fewer than `LEAST_BEYOND` independent values lie beyond the percentile: neighbours that wait in the
+        same queue are no independent witnesses, and an interval from one burst would be far too narrow.
+        """
         middle = self.percentile(share)
-        if middle is None:
+        weights = self._per_request(self.weights)
+        ranks = self._request_ranks(weights)
+        if middle is None or self._independent(ranks) * min(share, 1 - share) < LEAST_BEYOND - 1e-9:
             return None
-        within = self._per_request(np.where(self.values <= middle, self.weights, 0.0))
-        shares = bootstrap_ratio(within, self._per_request(self.weights))
+        below = int(np.searchsorted(self.values, middle, side="right"))
+        within = np.bincount(self.rows[:below], self.weights[:below], self.requests).astype(np.float64)
+        shares = bootstrap_ratio(within, weights, block_length(ranks))
         if shares is None:
             return None
-        low, high = self.percentile(shares.low), self.percentile(min(shares.high, 1.0))
+        low, high = self.percentile(max(shares.low, 0.0)), self.percentile(min(shares.high, 1.0))
         return Interval(min(low or 0.0, middle), max(high or 0.0, middle))
+
+    def _request_ranks(self, weights: Floats) -> Floats:
+        """Rank of each request by its own mean: how slow it was among the others, without a tail that hides them."""
+        used = weights > 0
+        means = self._per_request(self.values * self.weights)[used] / weights[used]
+        return np.argsort(np.argsort(means)).astype(np.float64)
+
+    def _independent(self, ranks: Floats) -> float:
+        """Independent values that tell as much as these, by how much neighbouring requests resemble each other."""
+        return self.total / correlation_time(ranks)
 
     def _per_request(self, amounts: Floats) -> Floats:
         """Sum of the amounts of each request."""

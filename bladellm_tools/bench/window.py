@@ -1,6 +1,7 @@
 """The steady window of a run, the requests in flight over time, and whether they keep piling up."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ LEAST_SLICES = 2 * SETTLED_SLICES
 BATCHES = 12
 LEAST_GROWTH = 0.2
 LEAST_PILED_UP = 2.0
+EARLY_ANSWERS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ def steady_window(table: RequestColumns, warmup: float, duration: float) -> Wind
     """The window from where token throughput settles to the last intended arrival.
 
     Throughput over 2 s slices has settled at the first of three in a row within 10 % of the running median of five.
-    The search ends half-way, and does not begin where the slices of the second half scatter by more than 10 %: the
-    window is then everything after the warm-up, and the note says so.
+    The search ends half-way. It does not begin in a run of fewer than six slices, nor where those of the second half
+    scatter by more than 10 %: the window is then everything after the warm-up, and the note says so.
     """
     slices = int((duration - warmup) / SLICE)
     if slices < LEAST_SLICES:
@@ -57,19 +59,17 @@ def steady_window(table: RequestColumns, warmup: float, duration: float) -> Wind
     scatter = float(second_half.std(ddof=1)) / middle if middle else float("inf")
     if scatter > SETTLED_WITHIN:
         return Window(warmup, duration, False, "throughput scatters too much between 2 s slices to see it settle")
-    first = _first_settled(amounts, slices // 2)
-    if first is None:
-        return Window(warmup, duration, False, "throughput did not settle in the first half")
-    return Window(float(edges[first]), duration, True)
+    return Window(float(edges[_first_settled(amounts)]), duration, True)
 
 
-def _first_settled(amounts: Floats, before: int) -> int | None:
-    """The first slice below `before` that, with the next two, lies within 10 % of the median of five from it on."""
-    for first in range(before):
+def _first_settled(amounts: Floats) -> int:
+    """The first slice that, with the next two, lies within 10 % of the median of five from it on; half-way at most."""
+    half = len(amounts) // 2
+    for first in range(half):
         middle = float(np.median(amounts[first : first + MEDIAN_SLICES]))
         if (np.abs(amounts[first : first + SETTLED_SLICES] - middle) <= SETTLED_WITHIN * middle).all():
             return first
-    return None
+    return half
 
 
 def time_in_flight(entered: Floats, left: Floats, start: float, end: float) -> float:
@@ -98,21 +98,25 @@ def peak_in_flight(table: RequestColumns, window: Window) -> int:
 
 def in_flight_over_time(table: RequestColumns, edges: Floats) -> Floats:
     """Mean number of requests sent and not yet ended between each two neighbouring edges; for charts."""
-    pairs = zip(edges[:-1], edges[1:], strict=True)
-    return np.array([time_in_flight(table.sent, table.left, a, b) / (b - a) for a, b in pairs], dtype=np.float64)
+    means = [time_in_flight(table.sent, table.left, a, b) / (b - a) for a, b in pairwise(edges.tolist())]
+    return np.array(means, dtype=np.float64)
 
 
 def piles_up(table: RequestColumns, window: Window) -> bool:
     """Whether requests due and not yet answered keep growing over the window: the server is over-saturated.
 
     They are counted from the intended time, so that a limit on requests in flight cannot hide the queue. The slope of
-    12 means over the window must, less its t margin, amount to at least 20 % of their mean and to two requests.
+    12 means must, less its t margin, amount to at least 20 % of their mean and to two requests over their span. The
+    span begins two early answer times into the run, by when a server that keeps up has filled, or half-way if sooner.
     """
-    if window.length <= 0 or not len(table):
+    if window.length <= 0 or not table.ok.any():
         return False
-    edges = np.linspace(window.start, window.end, BATCHES + 1)
-    due = np.array([time_in_flight(table.intended, table.left, a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)])
-    means = due / (window.length / BATCHES)
+    early = (table.ended - table.intended)[table.ok][:EARLY_ANSWERS]
+    filled = table.intended[0] + 2 * float(np.median(early))
+    start = min(max(window.start, filled), (window.start + window.end) / 2)
+    edges = np.linspace(start, window.end, BATCHES + 1)
+    due = np.array([time_in_flight(table.intended, table.left, a, b) for a, b in pairwise(edges.tolist())])
+    means = due / float(edges[1] - edges[0])
     line = trend((edges[:-1] + edges[1:]) / 2, means)
-    growth = line.least * window.length if line else 0.0
-    return growth >= max(LEAST_GROWTH * float(means.mean()), LEAST_PILED_UP)
+    growth = line.least * (window.end - start) if line else 0.0
+    return bool(growth >= max(LEAST_GROWTH * float(means.mean()), LEAST_PILED_UP))

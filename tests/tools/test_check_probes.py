@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import psutil
@@ -50,7 +51,8 @@ def test_check_pb_env_with_a_broken_protobuf(monkeypatch, tmp_path) -> None:
     (tmp_path / "google" / "protobuf.py").write_text("raise RuntimeError('descriptors cannot be created')")
     monkeypatch.delenv(host.PROTOBUF_VARIABLE, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "google", raising=False)
+    for name in ("google", "google.protobuf"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     finding = host.check_pb_env(CheckArgs())
     assert finding.status is FAILED
     assert "descriptors cannot be created" in finding.detail
