@@ -126,3 +126,10 @@ def warm_up(server: LiveServer) -> None:
     assert server.json("/v1/completions", {**body, "prompt": "Hello"})[0] == 200
     assert server.json("/tokenize", {"prompt": "Hello"})[0] == 200
     time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def narrow_server():
+    """One slot, a queue of three, and a second's patience."""
+    with LiveServer(fake_command(), max_running_requests=1, max_queue_size=3, max_queue_time=1.0) as server:
+        yield server

@@ -1,0 +1,78 @@
+"""More load than the server can carry. Each test is named after its row of the fault table."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from tests.faults.conftest import unharmed, warm_up
+from tests.faults.sockets import LONG, SHORT
+from tests.support.live import (
+    LiveServer,
+    OpenStream,
+    completion_text,
+    fake_answer,
+    fake_command,
+    until,
+)
+
+# Row 38: more than it can do.
+
+
+def test_row_38_ten_times_its_capacity():
+    with LiveServer(fake_command(step_seconds=0.005), max_running_requests=4, max_queue_size=8) as server:
+        warm_up(server)
+        descriptors = server.open_fds()
+        beside = OpenStream(server, {**LONG, "max_tokens": 300})
+        text = completion_text(beside.read(1))
+        answers = asyncio.run(flood(server, 120))
+        text += completion_text(beside.rest())
+        beside.close()
+        assert text == fake_answer(LONG["prompt"], 300)
+        assert {status for status, _, _ in answers} == {200, 429}
+        accepted = [body for status, body, _ in answers if status == 200]
+        assert len(accepted) >= 11
+        for status, body, headers in answers:
+            if status == 429:
+                assert int(headers["Retry-After"]) >= 1
+                assert json.loads(body)["error"]["code"] == "queue_full"
+            else:
+                assert json.loads(body)["choices"][0]["text"] == fake_answer("flood", 30)
+        until(lambda: server.gauges() == (0, 0, 0), what="an idle engine")
+        until(lambda: server.open_fds() <= descriptors, what="closed connections")
+        assert server.metrics()["blade_llm:num_requests_open"] == 0
+
+
+async def flood(server, count):
+    body = {**SHORT, "prompt": "flood", "max_tokens": 30}
+
+    async def ask(session):
+        async with session.post(server.url + "/v1/completions", json=body) as response:
+            return response.status, await response.read(), dict(response.headers)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        return await asyncio.gather(*(ask(session) for _ in range(count)))
+
+
+def test_row_38_choices_count_each(narrow_server):
+    with unharmed(narrow_server):
+        status, body = narrow_server.json("/v1/completions", {**SHORT, "n": 4})
+        assert status == 429, body
+        status, body = narrow_server.json("/v1/completions", {**SHORT, "n": 3})
+        assert (status, len(body["choices"])) == (200, 3)
+        status, body = narrow_server.json("/v1/completions", {**SHORT, "n": 5})
+        assert (status, body["error"]["param"]) == (400, "n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_row_38_waited_too_long(narrow_server, stream):
+    holder = OpenStream(narrow_server, {**LONG, "max_tokens": 1200})
+    text = completion_text(holder.read(1))
+    status, body, headers = narrow_server.request("/v1/completions", {**SHORT, "stream": stream})
+    assert (status, json.loads(body)["error"]["code"]) == (503, "queue_timeout")
+    assert "retry-after" in headers
+    text += completion_text(holder.rest())
+    assert text == fake_answer(LONG["prompt"], 1200)
+    holder.close()
+    until(lambda: narrow_server.gauges() == (0, 0, 0), what="an idle engine")
