@@ -17,19 +17,21 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-BASE = {"errors", "config", "request", "logs"}
-BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "kernels"}
+BASE = {"errors", "config", "request", "logs", "fields"}
+BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "quantization", "kernels"}
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
     "config": {"errors"},
     "request": {"errors"},
     "logs": set(),
+    "fields": {"errors"},
     "wire": BASE,
     "text": {*BASE, "wire"},
     "kv": {*BASE, "kernels"},
-    "layers": {*BASE, "kv", "kernels"},
-    "models": {*BASE, "layers", "kv", "kernels"},
+    "quantization": BASE,
+    "layers": {*BASE, "kv", "quantization", "kernels"},
+    "models": {*BASE, "layers", "kv", "quantization", "kernels"},
     "scheduler": {*BASE, "wire", "kv"},
     "engine": BELOW_ENGINE,
     "llm": {*BELOW_ENGINE, "engine", "text"},

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from bladellm_runtime.fields import Fields
 from bladellm_runtime.layers.rotary import RopeSpec
 from bladellm_runtime.models.family import Family, read_flag, read_windows
-from bladellm_runtime.models.folder import Fields, file_in, read_json
+from bladellm_runtime.models.folder import file_in, read_json
 from bladellm_runtime.models.registry import find_family
 from bladellm_runtime.models.rope import MAX_POSITIONS, longest_sequence, read_rope
 

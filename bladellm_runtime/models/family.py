@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bladellm_runtime.models.folder import Fields
+from bladellm_runtime.fields import Fields
 
 WindowRule = Literal["never", "every_layer", "by_layer"]
 DEFAULT_WINDOW = 4096

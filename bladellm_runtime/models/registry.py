@@ -1,8 +1,8 @@
 """The model families that can be served."""
 
+from bladellm_runtime.fields import Fields
 from bladellm_runtime.models import llama, mistral, qwen2, qwen3
 from bladellm_runtime.models.family import Family
-from bladellm_runtime.models.folder import Fields
 
 FAMILIES = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
 

@@ -3,8 +3,8 @@
 import dataclasses
 import typing
 
+from bladellm_runtime.fields import Fields
 from bladellm_runtime.layers.rotary import RopeSpec, RopeType, yarn_attention_factor
-from bladellm_runtime.models.folder import Fields
 
 MAX_POSITIONS = 2**27
 MAX_FACTOR = 4096.0

@@ -8,8 +8,8 @@ from bladellm_kernels.rotary import rotary
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from bladellm_runtime.fields import Fields
 from bladellm_runtime.layers.rotary import RotaryEmbedding
-from bladellm_runtime.models.folder import Fields
 from bladellm_runtime.models.rope import read_rope
 
 SCALINGS = [

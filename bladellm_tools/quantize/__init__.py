@@ -1,0 +1,1 @@
+"""`blade_llm quantize`: calibrate and quantize a model, layer by layer."""
