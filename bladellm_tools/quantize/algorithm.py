@@ -1,5 +1,6 @@
 """`Algorithm`: a way to smooth the inputs of a layer, then a way to round its weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,10 +27,13 @@ class Smoother(Protocol):
 
 
 class Rounder(Protocol):
-    """Rounds one weight to its scheme."""
+    """Rounds the weights of linear layers that read the same input to their scheme."""
 
-    def __call__(self, module: str, weight: torch.Tensor, statistics: InputStatistics | None) -> Rounded:
-        """weight: float32 [N, K]; statistics of its input, None only for algorithms that need none."""
+    def __call__(
+        self, modules: Sequence[str], weights: Sequence[torch.Tensor], statistics: InputStatistics | None
+    ) -> list[Rounded]:
+        """modules: names within their decoder layer (`self_attn.q_proj`); weights: float32 [N_i, K], one a module;
+        statistics: of their input, None only for algorithms that need none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class ModuleReport:
 
 @dataclass(slots=True)
 class QuantizeResult:
-    """What was done. Bytes are those of the safetensors."""
+    """What was done. Bytes are those of the safetensors; `stages` are the seconds spent reading, calibrating, ..."""
 
     output: Path
     modules: list[ModuleReport]
@@ -66,6 +66,7 @@ class QuantizeResult:
     seconds: float
     bytes_before: int
     bytes_after: int
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 class Progress:
