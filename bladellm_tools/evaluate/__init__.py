@@ -1,0 +1,1 @@
+"""`blade_llm eval`: perplexity of a model, and how far it is from a baseline."""
