@@ -151,7 +151,8 @@ def test_documented_commands_exist(document: str) -> None:
             assert name in cli.COMMANDS, line
             check_flags(name, words[1 + length :])
         elif words[0].startswith("blade_llm_"):
-            check_flags({"blade_llm_server": "serve", "blade_llm_check": "check"}[words[0]], words[1:])
+            name = {"blade_llm_server": "serve"}.get(words[0], words[0].removeprefix("blade_llm_"))
+            check_flags(name, words[1:])
     assert "make" in seen
 
 

@@ -9,7 +9,7 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
 from bladellm_kernels.rotary import rotary
 
 from bladellm_runtime.layers.batch import ForwardBatch
-from bladellm_runtime.layers.linear import Linear
+from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
 
 
@@ -39,8 +39,8 @@ class Attention:
         self,
         layer: int,
         shape: AttentionShape,
-        qkv: Linear,
-        output: Linear,
+        qkv: LinearLayer,
+        output: LinearLayer,
         q_norm: RmsNorm | None = None,
         k_norm: RmsNorm | None = None,
     ) -> None:

@@ -1,7 +1,22 @@
-"""A linear layer; in later formats than plain weights, the place of its quantization scheme."""
+"""Linear layers: of a plain weight, and of several pieces that give the outputs of one fused layer."""
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+
+class LinearLayer(Protocol):
+    """What a decoder needs of a linear layer, however its weight is stored.
+
+    `bytes`: of everything it holds on its device.
+    """
+
+    bytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out] of the same type."""
 
 
 class Linear:
@@ -10,6 +25,21 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self.bytes = sum(part.nbytes for part in (weight, bias) if part is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class StackedLinear:
+    """Pieces that read the same x [T, in]; their outputs side by side, [T, out of all].
+
+    For fused layers whose parts cannot be one weight: of different schemes, orders of inputs or input scales.
+    """
+
+    def __init__(self, pieces: Sequence[LinearLayer]) -> None:
+        self.pieces = tuple(pieces)
+        self.bytes = sum(piece.bytes for piece in pieces)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([piece(x) for piece in self.pieces], dim=1)

@@ -3,13 +3,13 @@
 import torch
 from bladellm_kernels.silu_mul import silu_mul
 
-from bladellm_runtime.layers.linear import Linear
+from bladellm_runtime.layers.linear import LinearLayer
 
 
 class GatedMlp:
     """`down(silu(gate(x)) · up(x))`; gate and up are one linear, the gate's rows first."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: LinearLayer, down: LinearLayer) -> None:
         self.gate_up = gate_up
         self.down = down
 

@@ -1,5 +1,6 @@
 """Safetensors of a model folder, one file or sharded: opened, checked against a weight table, read tensor by tensor."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,12 +12,14 @@ from safetensors import SafetensorError, safe_open
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.folder import file_in, read_json
-from bladellm_runtime.models.weights import Part, WeightTable, is_harmless
+from bladellm_runtime.models.quantized import Expected, Schemes, expected_tensors, find_schemes
+from bladellm_runtime.models.weights import WeightTable, is_harmless
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARDS = 4096
-DTYPES = ("F32", "BF16", "F16")
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -27,15 +30,20 @@ class Checkpoint:
         self.files = files
         self.index = index
 
-    def check(self, table: WeightTable, spec: ModelSpec) -> None:
-        """Raise `CheckpointError`, naming file and key, unless the tensors are exactly those of the table."""
-        parts = {part.key: part for row in table.values() for part in row}
+    def check(self, table: WeightTable, spec: ModelSpec) -> Schemes:
+        """The schemes of the linear layers that are quantized.
+
+        Raises `CheckpointError`, naming file and key, unless the tensors are exactly those of the table as stored.
+        """
         where = self.index or next(iter(self.files.values()), Path(SINGLE_FILE))
-        _refuse([key for key in parts if key not in self.files], where, "missing")
-        extra = [key for key in self.files if key not in parts and not is_harmless(key, spec)]
-        _refuse(extra, self.files[extra[0]] if extra else where, f"not part of {spec.architecture}")
-        for key, part in parts.items():
-            self._check_tensor(key, part)
+        schemes = find_schemes(spec, table, self.files.keys(), where)
+        expected = expected_tensors(spec, table, schemes, where)
+        _refuse([key for key, one in expected.items() if one.required and key not in self.files], where, "missing")
+        self._refuse_extra([key for key in self.files if key not in expected], spec, schemes)
+        for key, one in expected.items():
+            if key in self.files:
+                self._check_tensor(key, one)
+        return schemes
 
     def read(self, key: str) -> torch.Tensor:
         """One tensor, mapped from its file."""
@@ -45,14 +53,32 @@ class Checkpoint:
             raise CheckpointError(f"{self.files[key]}: {key} cannot be read: {error}") from error
         return tensor
 
-    def _check_tensor(self, key: str, part: Part) -> None:
+    def _refuse_extra(self, keys: list[str], spec: ModelSpec, schemes: Schemes) -> None:
+        """Refuse tensors outside the table, but for those that change nothing."""
+        weights = [key for key in keys if not key.endswith(".bias")]
+        unused = [key for key in weights if spec.quantization is not None and spec.quantization.is_harmless(key)]
+        if unused:
+            logger.info("%s and %d more scales are not used: the KV cache is not quantized", unused[0], len(unused) - 1)
+        known = {*unused, *(key for key in keys if is_harmless(key, spec) or self._is_empty_bias(key, schemes))}
+        extra = [key for key in keys if key not in known]
+        doubled = [key for key in extra if key.removesuffix(".weight") in schemes]
+        if doubled:
+            _refuse(doubled, self.files[doubled[0]], "there beside quantized tensors of the same layer")
+        _refuse(extra, self.files[extra[0]] if extra else Path(), f"not part of {spec.architecture}")
+
+    def _is_empty_bias(self, key: str, schemes: Schemes) -> bool:
+        """Whether it is the bias, all zero, that some quantizers give every linear layer."""
+        return key.endswith(".bias") and key.removesuffix(".bias") in schemes and not bool(self.read(key).any())
+
+    def _check_tensor(self, key: str, expected: Expected) -> None:
         view = self._handles[self.files[key]].get_slice(key)
-        shape, dtype = list(view.get_shape()), view.get_dtype()
-        if dtype not in DTYPES:
-            raise CheckpointError(f"{self.files[key]}: {key} is of type {dtype}; it must be one of {', '.join(DTYPES)}")
-        if shape != list(part.shape):
-            asked = f"config.json's {part.fields} ask for {list(part.shape)}"
-            raise CheckpointError(f"{self.files[key]}: {key} has shape {shape}, but {asked}")
+        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if dtype not in expected.dtypes:
+            types = ", ".join(expected.dtypes)
+            raise CheckpointError(f"{self.files[key]}: {key} is of type {dtype}; it must be one of {types}")
+        if shape != expected.shape:
+            asked = f"config.json's {expected.fields} ask for {list(expected.shape)}"
+            raise CheckpointError(f"{self.files[key]}: {key} has shape {list(shape)}, but {asked}")
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from bladellm_runtime.models.family import Family, read_flag, read_windows
 from bladellm_runtime.models.folder import file_in, read_json
 from bladellm_runtime.models.registry import find_family
 from bladellm_runtime.models.rope import MAX_POSITIONS, longest_sequence, read_rope
+from bladellm_runtime.quantization.format import CheckpointFormat
+from bladellm_runtime.quantization.registry import read_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GENERATION_BOUNDS: dict[str, tuple[float, float]] = {
@@ -28,7 +30,7 @@ class ModelSpec:
 
     `windows` holds each layer's sliding window in tokens (None: full attention). `max_position_embeddings` is the
     longest sequence, counting rope scaling. `dtype` is the checkpoint's. `eos_token_ids` are those of
-    generation_config.json and config.json together.
+    generation_config.json and config.json together. `quantization`: how linear layers are stored, None for plain ones.
     """
 
     architecture: str
@@ -51,6 +53,7 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    quantization: CheckpointFormat | None = None
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
@@ -58,8 +61,6 @@ def read_model_spec(folder: Path) -> ModelSpec:
     file = file_in(folder, "config.json")
     config = Fields(file, read_json(file))
     family = find_family(config)
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "is set, and quantized checkpoints are not supported")
     heads, kv_heads, head_dim = _read_heads(config, family)
     layers = config.integer("num_hidden_layers", 1, 1024)
     vocab_size = config.integer("vocab_size", 1, 2**22)
@@ -86,6 +87,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
         windows=read_windows(config, family.windows, layers),
         dtype=_read_dtype(config),
         eos_token_ids=_read_eos_token_ids(folder, config, vocab_size),
+        quantization=_read_quantization(config),
     )
 
 
@@ -129,6 +131,11 @@ def _read_dtype(config: Fields) -> torch.dtype:
     if value not in DTYPES:
         raise config.error(name, f"{value!r:.60} is not supported; it must be one of {', '.join(DTYPES)}")
     return DTYPES[value]
+
+
+def _read_quantization(config: Fields) -> CheckpointFormat | None:
+    name = "quantization_config"
+    return read_quantization(config.nested(name)) if config.has(name) else None
 
 
 def _read_generation_config(folder: Path) -> Fields:

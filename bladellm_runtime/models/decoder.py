@@ -1,30 +1,45 @@
 """The one decoder class: a pre-norm transformer with grouped-query attention and a gated MLP, as its spec describes."""
 
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
 
 from bladellm_runtime.layers.attention import Attention, AttentionShape
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.layers.embedding import Embedding
-from bladellm_runtime.layers.linear import Linear
+from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.mlp import GatedMlp
 from bladellm_runtime.layers.norm import RmsNorm
 from bladellm_runtime.layers.rotary import RotaryEmbedding
 from bladellm_runtime.models.config import ModelSpec
 
-Weights = dict[str, torch.Tensor]
-"""The decoder's parameters by the names of `weight_table`, all of one type on one device."""
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a decoder is made of, on one device.
+
+    tensors: the embedding and the norms by their names in `weight_table`, all of the type it computes in. linears: its
+    linear layers, ready to run, by the same names without `.weight`; no `head` where the embedding serves as one.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    linears: dict[str, LinearLayer]
+
+    @property
+    def bytes(self) -> int:
+        tensors = sum(tensor.nbytes for tensor in self.tensors.values())
+        return tensors + sum(linear.bytes for linear in self.linears.values())
 
 
 class DecoderLayer:
     """Attention and MLP, each behind a norm, around the residual stream."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
-        def linear(name: str) -> Linear:
-            return Linear(weights[f"layers.{layer}.{name}.weight"], weights.get(f"layers.{layer}.{name}.bias"))
+        def linear(name: str) -> LinearLayer:
+            return weights.linears[f"layers.{layer}.{name}"]
 
         def norm(name: str) -> RmsNorm:
-            return RmsNorm(weights[f"layers.{layer}.{name}.weight"], spec.rms_norm_eps)
+            return RmsNorm(weights.tensors[f"layers.{layer}.{name}.weight"], spec.rms_norm_eps)
 
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer])
         head_norms = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
@@ -53,14 +68,14 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.spec = spec
-        self.embedding = Embedding(weights["embedding.weight"])
+        self.embedding = Embedding(weights.tensors["embedding.weight"])
         self.layers = [DecoderLayer(spec, weights, layer) for layer in range(spec.layers)]
-        self.norm = RmsNorm(weights["norm.weight"], spec.rms_norm_eps)
-        self.head = Linear(weights.get("head.weight", self.embedding.weight))
+        self.norm = RmsNorm(weights.tensors["norm.weight"], spec.rms_norm_eps)
+        self.head = weights.linears.get("head") or Linear(self.embedding.weight)
         self.device = self.embedding.weight.device
         self.dtype = self.embedding.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
-        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        self.weight_bytes = weights.bytes
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -80,4 +95,4 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab]."""
-        return F.linear(hidden, self.head.weight).float()
+        return self.head(hidden).float()

@@ -7,10 +7,13 @@ import psutil
 import torch
 
 from bladellm_runtime.errors import CheckpointError
-from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
+from bladellm_runtime.models.build import WeightBuilder
+from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.decoder import Decoder, Weights
-from bladellm_runtime.models.weights import WeightTable, parameter_shape, weight_table
+from bladellm_runtime.models.decoder import Decoder
+from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
+from bladellm_runtime.models.sources import CheckpointSource, DummySource, Source
+from bladellm_runtime.models.weights import WeightTable, weight_table
 
 GIB = 1024**3
 
@@ -24,52 +27,44 @@ def load_model(
     load_format: Literal["auto", "dummy"],
     seed: int,
 ) -> Decoder:
-    """Load a model's weights to `device` as `dtype`; `seed` is that of dummy weights.
+    """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
-    Peak memory is the model and one tensor. Raises `CheckpointError`, naming file and key, before anything is
+    Peak memory is the model and one fused parameter. Raises `CheckpointError`, naming file and key, before anything is
     allocated when the folder does not hold exactly the tensors of its config.
     """
     table = weight_table(spec)
     if load_format == "dummy":
-        weights = _allocate(folder, table, device, dtype)
-        fill_randomly(weights, seed)
-    else:
-        with open_checkpoint(folder) as checkpoint:
-            checkpoint.check(table, spec)
-            weights = _allocate(folder, table, device, dtype)
-            _copy(checkpoint, table, weights)
+        config = folder / "config.json"
+        schemes = find_schemes(spec, table, (), config)
+        expected_tensors(spec, table, schemes, config)
+        scale_dtype = dtype if spec.quantization is None else spec.quantization.scale_dtype(spec.dtype)
+        return _build(folder, spec, table, schemes, DummySource(table, seed, scale_dtype), device, dtype)
+    with open_checkpoint(folder) as checkpoint:
+        schemes = checkpoint.check(table, spec)
+        return _build(folder, spec, table, schemes, CheckpointSource(checkpoint, spec.quantization), device, dtype)
+
+
+def _build(
+    folder: Path,
+    spec: ModelSpec,
+    table: WeightTable,
+    schemes: Schemes,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
+    _check_memory(folder, weight_bytes(table, schemes, dtype) + loading_bytes(table, schemes), device, dtype)
+    weights = WeightBuilder(source, schemes, device, dtype).build(table)
+    if schemes and device.type == "cuda":
+        torch.cuda.empty_cache()  # what held unpacked weights is free memory again, which the KV cache is sized by
     return Decoder(spec, weights)
 
 
-def fill_randomly(weights: Weights, seed: int) -> None:
-    """Dummy weights: norms 1, biases 0, matrices normal with a variance of 1 / inputs, so activations stay finite."""
-    for index, (name, weight) in enumerate(weights.items()):
-        if name.endswith("norm.weight"):
-            weight.fill_(1.0)
-        elif name.endswith(".bias"):
-            weight.zero_()
-        else:
-            generator = torch.Generator(weight.device).manual_seed((seed + index) % 2**63)
-            weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
-
-
-def _allocate(folder: Path, table: WeightTable, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Unfilled parameters. Raises `CheckpointError` when they cannot fit in the memory that is free."""
-    shapes = {name: torch.Size(parameter_shape(parts)) for name, parts in table.items()}
-    needed = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `CheckpointError` when the parameters cannot fit in the memory that is free."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise CheckpointError(
             f"{folder}: its weights take {needed / GIB:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / GIB:.1f} GiB are free on {device.type}; use a smaller model or a 16-bit --dtype"
         )
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-
-
-def _copy(checkpoint: Checkpoint, table: WeightTable, weights: Weights) -> None:
-    """Copy each checkpoint tensor to its rows of a fused parameter, cast on the way."""
-    for name, parts in table.items():
-        first = 0
-        for part in parts:
-            weights[name][first : first + part.shape[0]].copy_(checkpoint.read(part.key))
-            first += part.shape[0]

@@ -1,5 +1,6 @@
 """Which tensors a checkpoint must hold, and how they are packed into the decoder's fused parameters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bladellm_runtime.models.config import ModelSpec
@@ -10,11 +11,15 @@ HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A checkpoint tensor: its key, the shape config.json gives it, and the fields that shape comes from."""
+    """A checkpoint tensor: its key, the shape config.json gives it, and the fields that shape comes from.
+
+    `module`: the linear layer, by its name in the checkpoint, whose weight [out, in] this is; None for other tensors.
+    """
 
     key: str
     shape: tuple[int, ...]
     fields: str
+    module: str | None = None
 
 
 WeightTable = dict[str, tuple[Part, ...]]
@@ -28,7 +33,7 @@ def weight_table(spec: ModelSpec) -> WeightTable:
         "norm.weight": (Part("model.norm.weight", (spec.hidden_size,), "hidden_size"),),
     }
     if not spec.tie_word_embeddings:
-        table["head.weight"] = (_embedding("lm_head.weight", spec),)
+        table["head.weight"] = (_embedding("lm_head.weight", spec, "lm_head"),)
     for layer in range(spec.layers):
         table |= _layer_table(spec, layer)
     return table
@@ -39,13 +44,13 @@ def is_harmless(key: str, spec: ModelSpec) -> bool:
     return key.endswith(HARMLESS_SUFFIXES) or (spec.tie_word_embeddings and key == "lm_head.weight")
 
 
-def parameter_shape(parts: tuple[Part, ...]) -> tuple[int, ...]:
+def parameter_shape(parts: Sequence[Part]) -> tuple[int, ...]:
     """The shape of a fused parameter."""
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
 
-def _embedding(key: str, spec: ModelSpec) -> Part:
-    return Part(key, (spec.vocab_size, spec.hidden_size), "vocab_size, hidden_size")
+def _embedding(key: str, spec: ModelSpec, module: str | None = None) -> Part:
+    return Part(key, (spec.vocab_size, spec.hidden_size), "vocab_size, hidden_size", module)
 
 
 def _layer_table(spec: ModelSpec, layer: int) -> WeightTable:
@@ -57,7 +62,8 @@ def _layer_table(spec: ModelSpec, layer: int) -> WeightTable:
 
     def linear(name: str, parts: tuple[tuple[str, tuple[int, str]], ...], width: tuple[int, str], bias: bool) -> None:
         table[f"{own}{name}.weight"] = tuple(
-            Part(f"{source}{key}.weight", (rows[0], width[0]), f"{rows[1]}, {width[1]}") for key, rows in parts
+            Part(f"{source}{key}.weight", (rows[0], width[0]), f"{rows[1]}, {width[1]}", f"{source}{key}")
+            for key, rows in parts
         )
         if bias:
             table[f"{own}{name}.bias"] = tuple(Part(f"{source}{key}.bias", (rows[0],), rows[1]) for key, rows in parts)

@@ -1,7 +1,6 @@
 """Probe of a model folder: complete, supported, and small enough. Reads headers and configs, never weights."""
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -9,7 +8,8 @@ import torch
 from bladellm_runtime.engine.device import pick_device, pick_dtype
 from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
-from bladellm_runtime.models.weights import WeightTable, parameter_shape, weight_table
+from bladellm_runtime.models.quantized import Schemes, weight_bytes
+from bladellm_runtime.models.weights import WeightTable, weight_table
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_tools.check.args import CheckArgs
 from bladellm_tools.check.finding import Finding, failed, passed, warned
@@ -38,24 +38,30 @@ def check_model(args: CheckArgs) -> Finding:
     spec = read_model_spec(folder)
     table = weight_table(spec)
     with open_checkpoint(folder) as checkpoint:
-        checkpoint.check(table, spec)
+        schemes = checkpoint.check(table, spec)
         files = len(set(checkpoint.files.values()))
     tokenizer = Tokenizer.load(folder)
     tokenizer.check_vocabulary(spec.vocab_size)
     device = pick_device("auto")
-    need = demand(spec, table, pick_dtype("auto", spec.dtype, device), args.tensor_parallel_size)
+    dtype = pick_dtype("auto", spec.dtype, device)
+    need = demand(spec, table, dtype, args.tensor_parallel_size, schemes)
     head = f"{spec.architecture}, {files} weight file{'s' * (files != 1)}, complete"
     if not tokenizer.has_chat_template:
         head += ", without a chat template"
     return judge_fit(head, need, free_memory(device), f"{device.type}, {args.tensor_parallel_size} device(s)")
 
 
-def demand(spec: ModelSpec, table: WeightTable, dtype: torch.dtype, degree: int) -> Demand:
-    """One device's part of `degree`. KV heads are whole: beyond their number they are replicated."""
-    elements = sum(prod(parameter_shape(parts)) for parts in table.values())
+def demand(
+    spec: ModelSpec, table: WeightTable, dtype: torch.dtype, degree: int, schemes: Schemes | None = None
+) -> Demand:
+    """One device's part of `degree`. KV heads are whole: beyond their number they are replicated.
+
+    `schemes`: those of quantized linear layers, by module.
+    """
+    weights = -(-weight_bytes(table, schemes or {}, dtype) // degree)
     kv_heads = -(-spec.kv_heads // degree)
     token_bytes = 2 * spec.layers * kv_heads * spec.head_dim * dtype.itemsize
-    return Demand(-(-elements // degree) * dtype.itemsize, token_bytes, spec.max_position_embeddings)
+    return Demand(weights, token_bytes, spec.max_position_embeddings)
 
 
 def free_memory(device: torch.device) -> int:

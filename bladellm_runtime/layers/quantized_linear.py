@@ -1,0 +1,89 @@
+"""`QuantizedLinear`: a linear layer over a packed weight; `OPERATORS` is where kernels plug in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from bladellm_kernels.fp8_linear import fp8_linear, pack_fp8
+from bladellm_kernels.w4a16_linear import pack_w4a16, w4a16_linear
+from bladellm_kernels.w8a8_linear import pack_w8a8, w8a8_linear
+from bladellm_kernels.w8a16_linear import pack_w8a16, w8a16_linear
+
+from bladellm_runtime.quantization.scheme import Scheme
+from bladellm_runtime.quantization.weight import QuantizedWeight
+
+SCALE_BYTES = {2: 8, 4: 12}
+"""Bytes kept for a scale and its zero point, by the bytes of an activation; layouts differ a little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """How a scheme runs.
+
+    pack: the canonical weight, its columns in the order of `codes`, in the layout of its device, for inputs of a type.
+    apply: (x, packed weight, bias, the canonical weight's static input scale) -> outputs of x's type.
+    """
+
+    pack: Callable[[QuantizedWeight, torch.dtype], Any]
+    apply: Callable[[torch.Tensor, Any, torch.Tensor | None, float | None], torch.Tensor]
+
+
+def _pack_w4a16(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
+    return pack_w4a16(weight.codes, weight.scales, weight.zeros, dtype)
+
+
+def _pack_w8a16(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
+    return pack_w8a16(weight.codes, weight.scales, weight.zeros, dtype)
+
+
+def _pack_w8a8(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
+    return pack_w8a8(weight.codes, weight.scales, weight.zeros, dtype)
+
+
+def _pack_fp8(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
+    return pack_fp8(weight.codes, weight.scales, dtype)
+
+
+OPERATORS: dict[str, Operator] = {
+    "w4a16": Operator(_pack_w4a16, lambda x, packed, bias, _: w4a16_linear(x, packed, bias)),
+    "w8a16": Operator(_pack_w8a16, lambda x, packed, bias, _: w8a16_linear(x, packed, bias)),
+    "w8a8": Operator(_pack_w8a8, w8a8_linear),
+    "fp8_w8a16": Operator(_pack_fp8, lambda x, packed, bias, _: fp8_linear(x, packed, bias)),
+    "fp8_w8a8": Operator(
+        _pack_fp8,
+        lambda x, packed, bias, scale: fp8_linear(x, packed, bias, "dynamic" if scale is None else "static", scale),
+    ),
+}
+"""By `Scheme.name`."""
+
+
+class QuantizedLinear:
+    """`x · weightᵀ + bias` of a quantized weight. x [T, in] and bias [out] of type `dtype`; returns [T, out] of it."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        operator = OPERATORS[weight.scheme.name]
+        self.scheme = weight.scheme
+        self.packed = operator.pack(weight, dtype)
+        self.bias = bias
+        self.order = weight.order
+        self.input_scale = weight.input_scale
+        self.bytes = held_bytes(self.packed) + sum(part.nbytes for part in (bias, self.order) if part is not None)
+        self._apply = operator.apply
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        return self._apply(x, self.packed, self.bias, self.input_scale)
+
+
+def held_bytes(packed: Any) -> int:
+    """Bytes of the tensors of a packed weight: a data class of tensors, data classes of them, and plain values."""
+    values = [getattr(packed, field.name) for field in fields(packed)]
+    tensors = {id(value): value.nbytes for value in values if isinstance(value, torch.Tensor)}
+    return sum(tensors.values()) + sum(held_bytes(value) for value in values if is_dataclass(value))
+
+
+def packed_bytes(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """About what a packed weight takes for activations of `dtype`: its codes, and what each scale comes with."""
+    return rows * columns * scheme.bits // 8 + rows * scheme.groups(columns) * SCALE_BYTES[dtype.itemsize]

@@ -1,0 +1,103 @@
+"""Where the values of parameters come from: a checkpoint, or random numbers."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.models.checkpoint import Checkpoint
+from bladellm_runtime.models.weights import Part, WeightTable
+from bladellm_runtime.quantization.format import CheckpointFormat
+from bladellm_runtime.quantization.scheme import Scheme
+from bladellm_runtime.quantization.weight import QuantizedWeight
+
+FP8_SPREAD = 64.0
+"""Standard deviation of random fp8 codes; they reach to 448."""
+INPUT_RANGE = 16.0
+"""The largest input that a random static scale lets through."""
+
+
+class Source(Protocol):
+    """Gives values part by part."""
+
+    def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Fill a plain parameter, its parts one below the other."""
+
+    def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
+        """The weight of a quantized linear layer on `device`. Raises `CheckpointError` for bad values."""
+
+
+class CheckpointSource:
+    """The tensors of a checkpoint that has been checked."""
+
+    def __init__(self, checkpoint: Checkpoint, quantization: CheckpointFormat | None) -> None:
+        self._checkpoint = checkpoint
+        self._quantization = quantization
+
+    def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Copy each tensor to its rows, cast on the way."""
+        for rows, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
+            rows.copy_(self._checkpoint.read(part.key))
+
+    def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
+        """Move the stored tensors, which are small, then unpack them on the device."""
+        assert self._quantization is not None, "schemes exist only where config.json has a quantization_config"
+        rows, columns = part.shape
+        keys = {
+            stored.suffix: f"{part.module}.{stored.suffix}"
+            for stored in self._quantization.tensors(scheme, rows, columns)
+        }
+        files = self._checkpoint.files
+        tensors = {
+            suffix: self._checkpoint.read(key).to(device, copy=True) for suffix, key in keys.items() if key in files
+        }
+        try:
+            return self._quantization.unpack(scheme, rows, columns, tensors)
+        except CheckpointError as error:
+            file = next(files[keys[suffix]] for suffix in tensors)
+            raise CheckpointError(f"{file}: {part.module}.{error}") from error
+
+
+class DummySource:
+    """Random values: norms 1, biases 0, matrices of a variance of 1 / inputs, so that activations stay finite."""
+
+    def __init__(self, table: WeightTable, seed: int, scale_dtype: torch.dtype) -> None:
+        keys = [part.key for parts in table.values() for part in parts]
+        self._numbers = {key: number for number, key in enumerate(keys)}
+        self._seed = seed
+        self._scale_dtype = scale_dtype
+
+    def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
+        key = parts[0].key
+        if key.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif key.endswith(".bias"):
+            parameter.zero_()
+        else:
+            generator = self._generator(key, parameter.device)
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+
+    def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
+        generator = self._generator(part.key, device)
+        rows, columns = part.shape
+        codes, deviation = random_codes(scheme, rows, columns, generator)
+        shape = (rows, scheme.groups(columns))
+        scales = torch.full(shape, columns**-0.5 / deviation, dtype=self._scale_dtype, device=device)
+        zeros = None if scheme.symmetric else torch.full(shape, scheme.middle, dtype=torch.uint8, device=device)
+        largest = 448.0 if scheme.kind == "fp8" else 127.0
+        input_scale = INPUT_RANGE / largest if scheme.activations == "static" else None
+        return QuantizedWeight(scheme, codes, scales, zeros, None, input_scale)
+
+    def _generator(self, key: str, device: torch.device) -> torch.Generator:
+        return torch.Generator(device).manual_seed((self._seed + self._numbers[key]) % 2**63)
+
+
+def random_codes(scheme: Scheme, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, float]:
+    """Codes [rows, columns] of a scheme on the generator's device, and their standard deviation."""
+    device = generator.device
+    if scheme.kind == "fp8":
+        values = torch.randn(rows, columns, device=device, generator=generator) * FP8_SPREAD
+        return values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), FP8_SPREAD
+    codes = torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8, device=device, generator=generator)
+    return codes, float(((scheme.levels**2 - 1) / 12) ** 0.5)
