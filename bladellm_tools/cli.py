@@ -1,4 +1,4 @@
-"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server`, `_check` and `_bench`.
+"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server`, `_quantize`, `_check` and `_bench`.
 
 Every command is a row of `COMMANDS`: dataclasses whose fields are its flags, and a function that takes one instance of
 each and returns the exit code. The function's module, and with it torch or fastapi, is imported only to run it. A name
@@ -120,10 +120,20 @@ COMMANDS = {
         ("bladellm_tools.generate_args:GenerateArgs", "bladellm_runtime.config:EngineArgs"),
         "bladellm_tools.generate:run",
     ),
+    "quantize": Command(
+        "Quantize a model: fewer bits for its weights, calibrated layer by layer.",
+        ("bladellm_tools.quantize.args:QuantizeArgs",),
+        "bladellm_tools.quantize.command:run",
+    ),
     "check": Command(
         "Check this machine, and whether a model fits it.",
         ("bladellm_tools.check.args:CheckArgs",),
         "bladellm_tools.check.report:run",
+    ),
+    "eval": Command(
+        "Measure a model's perplexity, and how far it is from a baseline.",
+        ("bladellm_tools.evaluate.args:EvaluateArgs",),
+        "bladellm_tools.evaluate.command:run",
     ),
     "bench run": Command(
         "Measure a server at one level of load.",
@@ -322,6 +332,11 @@ def main() -> NoReturn:
 def server() -> NoReturn:
     """`blade_llm_server`: `blade_llm serve` under BladeLLM's name."""
     start(lambda program, arguments: run_command("serve", program, arguments), "blade_llm_server")
+
+
+def quantize() -> NoReturn:
+    """`blade_llm_quantize`: `blade_llm quantize` under BladeLLM's name."""
+    start(lambda program, arguments: run_command("quantize", program, arguments), "blade_llm_quantize")
 
 
 def check() -> NoReturn:

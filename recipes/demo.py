@@ -1,8 +1,9 @@
-"""The demo: serve the small model of this repository, ask it two questions over the OpenAI protocol, and stop it.
+"""The demo: quantize the small model of this repository, serve the result, ask it two questions, and stop it.
 
     make demo        or        python recipes/demo.py
 
-Everything is what a user's own client would do: HTTP, server-sent events, SIGTERM. Exits 0 when all of it worked.
+Everything is what a user would do: the commands, the OpenAI protocol, server-sent events, SIGTERM. Exits 0 when all of
+it worked.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -55,11 +57,28 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def start_server(flags: list[str]) -> tuple[asyncio.subprocess.Process, str]:
+async def quantize(output: Path) -> None:
+    """Quantize the demo model to 4 bits with GPTQ into `output`."""
+    flags = ["--config", recipe("quantize_demo"), "--output_dir", str(output)]
+    process = await asyncio.create_subprocess_exec(*command("quantize", flags), cwd=ROOT)
+    if await process.wait() != 0:
+        raise RuntimeError("the model could not be quantized")
+
+
+def recipe(name: str) -> str:
+    """The path of a recipe of this repository."""
+    return str(ROOT / "recipes" / f"{name}.yaml")
+
+
+def command(name: str, flags: list[str]) -> list[str]:
+    """A command line of `blade_llm`."""
+    return [sys.executable, "-m", "bladellm_tools.cli", name, *flags]
+
+
+async def start_server(model: Path, flags: list[str]) -> tuple[asyncio.subprocess.Process, str]:
     """Start the server on a free port and return it with its address, which its banner names."""
-    recipe = str(ROOT / "recipes" / "serve_demo.yaml")
-    command = [sys.executable, "-m", "bladellm_tools.cli", "serve", "--config", recipe, "--port", "0", *flags]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    line = command("serve", ["--config", recipe("serve_demo"), "--model", str(model), "--port", "0", *flags])
+    process = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     try:
         async with asyncio.timeout(START_SECONDS):
             return process, await read_banner(process)
@@ -142,9 +161,11 @@ async def converse(url: str) -> None:
     print("\n".join(line for line in lines if line.startswith(tuple(f"blade_llm:{name}" for name in METRICS))))
 
 
-async def demo(flags: list[str]) -> int:
-    """The whole demo; returns the exit code."""
-    process, url = await start_server(flags)
+async def demo(folder: Path, flags: list[str]) -> int:
+    """The whole demo, with `folder` for the quantized model; returns the exit code."""
+    await quantize(folder / "demo-w4a16")
+    print()
+    process, url = await start_server(folder / "demo-w4a16", flags)
     try:
         await converse(url)
     finally:
@@ -155,10 +176,11 @@ async def demo(flags: list[str]) -> int:
 
 def main() -> int:
     """Run the demo; unknown flags go to the server."""
-    parser = argparse.ArgumentParser(description="Serve the demo model and ask it two questions.")
+    parser = argparse.ArgumentParser(description="Quantize the demo model, serve it and ask it two questions.")
     _, flags = parser.parse_known_args()
     try:
-        return asyncio.run(demo(flags))
+        with tempfile.TemporaryDirectory(prefix="bladellm-demo-") as folder:
+            return asyncio.run(demo(Path(folder), flags))
     except (RuntimeError, OSError, aiohttp.ClientError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = {
     "blade_llm": "main",
     "blade_llm_server": "server",
+    "blade_llm_quantize": "quantize",
     "blade_llm_check": "check",
     "blade_llm_bench": "bench",
 }
