@@ -19,14 +19,14 @@ from tests.quantize.decoders import decoder
 
 GRID = Grid(Scheme(4, group_size=16), torch.bfloat16)
 HEADS = Heads(4, 2, 12)
-EVERYWHERE, AFTER_NORMS = {"qkv", "output", "gate_up", "down"}, {"qkv", "gate_up"}
+EVERYWHERE = {"qkv", "output", "gate_up", "down"}
 PARTS = {
     "minmax": (MinMax, type(None), set()),
     "gptq": (Gptq, type(None), set()),
     "awq": (ClipRounder, AwqSmoother, EVERYWHERE),
-    "smoothquant": (MinMax, SmoothQuant, AFTER_NORMS),
+    "smoothquant": (MinMax, SmoothQuant, EVERYWHERE),
     "smoothquant+": (ClipRounder, SmoothQuantPlus, EVERYWHERE),
-    "smoothquant_gptq": (Gptq, SmoothQuant, AFTER_NORMS),
+    "smoothquant_gptq": (Gptq, SmoothQuant, EVERYWHERE),
 }
 
 

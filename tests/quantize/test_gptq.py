@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
+from bladellm_tools.quantize import gptq as gptq_module
 from bladellm_tools.quantize.algorithm import Rounded
 from bladellm_tools.quantize.gptq import NO_FACTOR, Gptq
 from bladellm_tools.quantize.gptq_solver import SEARCH_RATIOS, search_ranges
@@ -268,7 +269,20 @@ def test_statistics_are_needed():
         Gptq(Grid(Scheme(4), torch.bfloat16))(["self_attn.o_proj"], [torch.randn(2, 8)], None)
 
 
-def test_the_precision_of_other_products_is_left_as_it_was():
+def test_products_are_full_float32_inside_and_as_before_outside(monkeypatch):
+    seen = []
+
+    def watched(name: str) -> None:
+        work = getattr(gptq_module, name)
+
+        def watch(*arguments):
+            seen.append(torch.get_float32_matmul_precision())
+            return work(*arguments)
+
+        monkeypatch.setattr(gptq_module, name, watch)
+
+    watched("factorise")
+    watched("solve")
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -276,3 +290,4 @@ def test_the_precision_of_other_products_is_left_as_it_was():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(previous)
+    assert seen == ["highest", "highest"]

@@ -75,7 +75,7 @@ def test_outputs_compute_what_transformers_makes_of_them(algorithm, family, tmp_
     exact = reference_logits(reference, prompt)
     rounding = 1e-3 if scheme.activations == "none" else 0.2
     assert (ours - theirs).abs().max() <= rounding * exact.abs().max()
-    assert (ours - exact).norm() <= 0.5 * exact.norm()
+    assert (ours - exact).norm() <= 0.8 * exact.norm()
     assert (ours - exact).norm() > 0
 
 
@@ -85,7 +85,7 @@ def test_other_formats(form, tmp_path):
     quantize_model(job_of(tmp_path / "model", tmp_path / "out", scheme=W4_ASYMMETRIC, format=form), Progress())
     prompt = random_prompt(23)
     exact = reference_logits(reference, prompt)
-    assert 0 < (logits_of(tmp_path / "out", tmp_path / "model", prompt) - exact).norm() <= 0.5 * exact.norm()
+    assert 0 < (logits_of(tmp_path / "out", tmp_path / "model", prompt) - exact).norm() <= 0.8 * exact.norm()
 
 
 def test_scrambled_columns(tmp_path):
@@ -97,7 +97,7 @@ def test_scrambled_columns(tmp_path):
     assert not torch.equal(g_idx, g_idx.sort().values)
     prompt = random_prompt(23)
     exact = reference_logits(reference, prompt)
-    assert 0 < (logits_of(tmp_path / "out", tmp_path / "model", prompt) - exact).norm() <= 0.5 * exact.norm()
+    assert 0 < (logits_of(tmp_path / "out", tmp_path / "model", prompt) - exact).norm() <= 0.8 * exact.norm()
 
 
 @pytest.mark.parametrize(("scheme", "algorithm"), [(W4, "awq"), (W8A8, "smoothquant"), (FP8, "minmax")])
@@ -280,7 +280,7 @@ def test_ignored_groups_stay_as_they_are(tmp_path):
     assert "k_proj" in ignored["model.layers.0.self_attn.q_proj"]
     prompt = random_prompt(23)
     exact = reference_logits(reference, prompt)
-    assert 0 < (logits_of(out, tmp_path / "model", prompt) - exact).norm() <= 0.5 * exact.norm()
+    assert 0 < (logits_of(out, tmp_path / "model", prompt) - exact).norm() <= 0.8 * exact.norm()
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_dead_channels_and_bfloat16(tmp_path):
         assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
         prompt = random_prompt(23)
         exact = reference_logits(reference, prompt).float()
-        assert (logits_of(out, tmp_path / "model", prompt) - exact).norm() <= 0.5 * exact.norm()
+        assert (logits_of(out, tmp_path / "model", prompt) - exact).norm() <= 0.8 * exact.norm()

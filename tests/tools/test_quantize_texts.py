@@ -120,7 +120,7 @@ def test_parquet_through_datasets(tmp_path) -> None:
 
 
 def test_the_hub_out_of_reach_is_one_sentence(monkeypatch) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     def load(*args: object, **options: object) -> None:
         assert args[0] == "org/name"
@@ -134,7 +134,7 @@ def test_the_hub_out_of_reach_is_one_sentence(monkeypatch) -> None:
 
 
 def test_the_hub_is_read_until_there_is_enough(monkeypatch) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     taken = []
 

@@ -1,0 +1,161 @@
+"""Linear layer of a float8_e4m3fn weight, one scale an output channel; activations unrounded or in float8 as well.
+
+float8 input has one scale a row, found on the fly (its largest magnitude is 448), or the checkpoint's one scale.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from bladellm_kernels.block_linear import BlockWeight, block_linear, block_weight, weight_blocks
+from bladellm_kernels.fixed_point import row_scales
+from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale
+from bladellm_kernels.linear_reference import reference_linear
+
+Activations = Literal["none", "dynamic", "static"]
+
+LARGEST = 448.0
+"""Largest float8_e4m3fn."""
+
+_SCALED_MULTIPLE = 16
+"""What N and K must be multiples of for `torch._scaled_mm`."""
+
+
+_FLOAT32_ROWS = 4
+"""On a CPU, most rows that a product with the block just read is faster for in float32 than in bfloat16 (measured)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFp8:
+    """A float8_e4m3fn weight of `shape` [N, K] for activations of `dtype`: its codes and float32 scales [N, 1]."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    weight: BlockWeight
+
+
+def pack_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> PackedFp8:
+    """Lay out the weight `scales · codes` for `fp8_linear`, on the device of the codes.
+
+    codes: float8_e4m3fn [N, K] without NaN; scales: floating point [N, 1]; dtype: of the activations: float32,
+    bfloat16 or float16. Raises ValueError naming the argument that is wrong.
+    """
+    check_codes(codes, scales, None, dtype, torch.float8_e4m3fn)
+    rows, columns = codes.shape
+    if scales.shape[1] != 1:
+        raise ValueError(f"scales must be [{rows}, 1], one an output channel, got {list(scales.shape)}")
+    if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise ValueError("codes must not hold NaN")
+    return PackedFp8((rows, columns), dtype, block_weight(codes, scales, None, 8, 0.0))
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    packed: PackedFp8,
+    bias: torch.Tensor | None = None,
+    activations: Activations = "none",
+    input_scale: float | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, x rounded to float8 first unless `activations` is none.
+
+    x: [T, K] of the packed type; bias: [N] of x's type or None; activations: none, dynamic (one scale a row) or static
+    (`input_scale`, which the others must leave None). Returns [T, N] of x's type. Raises ValueError naming the argument
+    that is wrong.
+    """
+    check_input(x, bias, *packed.shape, packed.dtype)
+    check_input_scale(input_scale)
+    if (activations == "static") != (input_scale is not None):
+        raise ValueError(f"input_scale must be given with static activations and only then, got {input_scale}")
+    # A CUDA kernel plugs in here.
+    if activations == "none":
+        return _cpu_linear(x, packed, bias) if x.is_cpu else block_linear(x, packed.weight, bias)
+    codes, steps = _round_input(x, input_scale)
+    if _has_scaled_mm(x, packed):
+        return _scaled_mm(codes, steps, packed, bias)
+    if x.is_cpu:
+        return _cpu_linear(codes.to(torch.float32).to(x.dtype), packed, bias, steps)
+    return block_linear((codes.float() * steps).to(x.dtype), packed.weight, bias)
+
+
+def fp8_linear_reference(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activations: Activations = "none",
+    input_scale: float | None = None,
+) -> torch.Tensor:
+    """The same from the codes, as `pack_fp8` takes them. Returns float64 [T, N]."""
+    rounded = x.double()
+    if activations != "none":
+        peaks = x.float().abs().amax(dim=1, keepdim=True)
+        dynamic = torch.where(peaks == 0, 1.0, peaks / LARGEST)
+        steps = dynamic if input_scale is None else torch.tensor(input_scale, device=x.device)
+        rounded = (x.float() / steps).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).double() * steps.double()
+    return reference_linear(rounded, codes, scales, None, 0.0, bias)
+
+
+def _round_input(x: torch.Tensor, input_scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 [T, K] and float32 scales [T, 1]."""
+    if input_scale is None:
+        steps = row_scales(x.float(), LARGEST)
+    else:
+        steps = torch.full((len(x), 1), input_scale, device=x.device)
+    return (x.float() / steps).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), steps
+
+
+def _cpu_linear(
+    x: torch.Tensor, packed: PackedFp8, bias: torch.Tensor | None, steps: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`steps · x @ weight.T + bias`, the codes multiplied as they are and the sums scaled."""
+    rows, columns = packed.shape
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 and len(x) > _FLOAT32_ROWS else torch.float32
+    x = x.to(dtype)
+    y = x.new_empty(len(x), rows, dtype=packed.dtype)
+    bits = values = torch.empty(0)
+    for part in weight_blocks(rows, columns, x.device):
+        shape = (part.stop - part.start, columns)
+        if values.shape != shape:  # One workspace for all blocks: fresh pages would cost more than the arithmetic.
+            bits = torch.empty(shape, dtype=torch.int16)
+            values = bits.view(dtype) if dtype == torch.bfloat16 else torch.empty(shape)
+        factor = _read_codes(packed.weight.codes[part], bits, values)
+        sums = F.linear(x, values) * (packed.weight.scales[part].reshape(-1) * factor)
+        if steps is not None:
+            sums = sums * steps
+        y[:, part] = sums if bias is None else sums + bias[part]
+    return y
+
+
+def _read_codes(codes: torch.Tensor, bits: torch.Tensor, values: torch.Tensor) -> float:
+    """Write float8 numbers divided by the returned factor as bfloat16 or float32, exactly.
+
+    bits: int16 workspace, the memory of `values` if they are bfloat16. PyTorch's own conversion is not vectorised and
+    many times slower. Under the sign the shifted bits of a float8 are a bfloat16 or a float16 whose exponent has
+    another bias; a power of two puts that right, also for subnormal numbers (which a bfloat16 product would drop).
+    """
+    bits.copy_(codes.view(torch.int8))
+    if values.dtype == torch.bfloat16:
+        bits.mul_(2**4).bitwise_and_(-0x7810)
+        values.mul_(2.0**120)
+        return 1.0
+    bits.mul_(2**7).bitwise_and_(-0x4080)
+    values.copy_(bits.view(torch.float16))
+    return 2.0**8
+
+
+def _has_scaled_mm(x: torch.Tensor, packed: PackedFp8) -> bool:
+    """Whether `torch._scaled_mm` takes one scale a row and a column: Hopper and later, bfloat16, sizes of 16."""
+    if not x.is_cuda or not hasattr(torch, "_scaled_mm") or x.dtype != torch.bfloat16 or not len(x):
+        return False
+    fits = all(size % _SCALED_MULTIPLE == 0 for size in packed.shape)
+    return fits and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _scaled_mm(codes: torch.Tensor, steps: torch.Tensor, packed: PackedFp8, bias: torch.Tensor | None) -> torch.Tensor:
+    weight = packed.weight
+    y: torch.Tensor = torch._scaled_mm(
+        codes, weight.codes.t(), scale_a=steps, scale_b=weight.scales.t().contiguous(), out_dtype=torch.bfloat16
+    )
+    return y if bias is None else y.add_(bias)
