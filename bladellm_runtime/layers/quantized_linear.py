@@ -84,6 +84,9 @@ def held_bytes(packed: Any) -> int:
     return sum(tensors.values()) + sum(held_bytes(value) for value in values if is_dataclass(value))
 
 
-def packed_bytes(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> int:
+def packed_bytes(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """About what a packed weight takes for activations of `dtype`: its codes, and what each scale comes with."""
-    return rows * columns * scheme.bits // 8 + rows * scheme.groups(columns) * SCALE_BYTES[dtype.itemsize]
+    scales = rows * scheme.groups(columns) * SCALE_BYTES[dtype.itemsize]
+    if scheme.kind == "fp8" and device.type == "cpu":  # a CPU holds these codes in a type it can multiply
+        return rows * columns * (2 if dtype == torch.bfloat16 else 4) + scales
+    return rows * columns * scheme.bits // 8 + scales

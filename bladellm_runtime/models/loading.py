@@ -53,7 +53,7 @@ def _build(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Decoder:
-    _check_memory(folder, weight_bytes(table, schemes, dtype) + loading_bytes(table, schemes), device, dtype)
+    _check_memory(folder, weight_bytes(table, schemes, dtype, device) + loading_bytes(table, schemes), device, dtype)
     weights = WeightBuilder(source, schemes, device, dtype).build(table)
     if schemes and device.type == "cuda":
         torch.cuda.empty_cache()  # what held unpacked weights is free memory again, which the KV cache is sized by

@@ -62,9 +62,9 @@ def expected_tensors(spec: ModelSpec, table: WeightTable, schemes: Schemes, file
     return expected
 
 
-def weight_bytes(table: WeightTable, schemes: Schemes, dtype: torch.dtype) -> int:
-    """What the loaded parameters take with plain ones of `dtype`."""
-    return sum(_part_bytes(part, schemes, dtype) for parts in table.values() for part in parts)
+def weight_bytes(table: WeightTable, schemes: Schemes, dtype: torch.dtype, device: torch.device) -> int:
+    """What the loaded parameters take on `device` with plain ones of `dtype`."""
+    return sum(_part_bytes(part, schemes, dtype, device) for parts in table.values() for part in parts)
 
 
 def loading_bytes(table: WeightTable, schemes: Schemes) -> int:
@@ -90,12 +90,12 @@ def _stored(quantization: CheckpointFormat, scheme: Scheme, part: Part, file: Pa
     }
 
 
-def _part_bytes(part: Part, schemes: Schemes, dtype: torch.dtype) -> int:
+def _part_bytes(part: Part, schemes: Schemes, dtype: torch.dtype, device: torch.device) -> int:
     scheme = schemes.get(part.module) if part.module is not None else None
     if scheme is None:
         return prod(part.shape) * dtype.itemsize
     rows, columns = part.shape
-    return packed_bytes(scheme, rows, columns, dtype)
+    return packed_bytes(scheme, rows, columns, dtype, device)
 
 
 def _quantization(spec: ModelSpec) -> CheckpointFormat:

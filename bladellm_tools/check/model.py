@@ -44,7 +44,7 @@ def check_model(args: CheckArgs) -> Finding:
     tokenizer.check_vocabulary(spec.vocab_size)
     device = pick_device("auto")
     dtype = pick_dtype("auto", spec.dtype, device)
-    need = demand(spec, table, dtype, args.tensor_parallel_size, schemes)
+    need = demand(spec, table, dtype, device, args.tensor_parallel_size, schemes)
     head = f"{spec.architecture}, {files} weight file{'s' * (files != 1)}, complete"
     if not tokenizer.has_chat_template:
         head += ", without a chat template"
@@ -52,13 +52,18 @@ def check_model(args: CheckArgs) -> Finding:
 
 
 def demand(
-    spec: ModelSpec, table: WeightTable, dtype: torch.dtype, degree: int, schemes: Schemes | None = None
+    spec: ModelSpec,
+    table: WeightTable,
+    dtype: torch.dtype,
+    device: torch.device,
+    degree: int,
+    schemes: Schemes | None = None,
 ) -> Demand:
     """One device's part of `degree`. KV heads are whole: beyond their number they are replicated.
 
     `schemes`: those of quantized linear layers, by module.
     """
-    weights = -(-weight_bytes(table, schemes or {}, dtype) // degree)
+    weights = -(-weight_bytes(table, schemes or {}, dtype, device) // degree)
     kv_heads = -(-spec.kv_heads // degree)
     token_bytes = 2 * spec.layers * kv_heads * spec.head_dim * dtype.itemsize
     return Demand(weights, token_bytes, spec.max_position_embeddings)

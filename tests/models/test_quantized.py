@@ -89,7 +89,7 @@ def test_what_a_layer_takes_is_known_before(name, size, dtype, device):
     held = QuantizedLinear(canonical, None, dtype).bytes
     assert rows * columns * scheme.bits // 8 < held
     spare = 1.5 if device == "cuda" else 1.35  # A CPU keeps the scales in two types, and the estimate counts both.
-    assert 0.75 * held <= packed_bytes(scheme, rows, columns, dtype) <= spare * held
+    assert 0.75 * held <= packed_bytes(scheme, rows, columns, dtype, torch.device(device)) <= spare * held
 
 
 def test_the_weights_of_a_model_are_counted_as_packed(tmp_path):

@@ -220,12 +220,12 @@ def test_check_model_demand_counts_every_weight(demo_model) -> None:
     from bladellm_tools.check.model import demand
 
     spec = read_model_spec(demo_model)
-    whole = demand(spec, weight_table(spec), torch.bfloat16, 1)
+    whole = demand(spec, weight_table(spec), torch.bfloat16, torch.device("cpu"), 1)
     with (demo_model / "model.safetensors").open("rb") as file:
         header = struct.unpack("<Q", file.read(8))[0]
     assert whole.weights == (demo_model / "model.safetensors").stat().st_size - 8 - header
     assert whole.token_bytes == 2 * 4 * 2 * 32 * 2
-    parts = [demand(spec, weight_table(spec), torch.bfloat16, degree) for degree in (2, 4)]
+    parts = [demand(spec, weight_table(spec), torch.bfloat16, torch.device("cpu"), degree) for degree in (2, 4)]
     assert [part.token_bytes for part in parts] == [whole.token_bytes // 2] * 2, "KV heads are replicated beyond two"
     assert parts[1].weights == whole.weights // 4
 
