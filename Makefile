@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## serve the small model of the repository, ask it, print TTFT, TBT and tokens a second
+demo: setup  ## quantize the small model of the repository, serve it, ask it, print TTFT, TBT and tokens a second
 	$(RUN) recipes/demo.py
 
 test: setup  ## the tests, expensive ones sampled

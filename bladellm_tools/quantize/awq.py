@@ -20,15 +20,15 @@ from bladellm_tools.quantize.statistics import InputStatistics
 class AwqSmoother:
     """Searches s of a group. s = 1 is always a candidate: the calibration loss never exceeds plain rounding's.
 
-    heads: the attention's, so that the candidates for o_proj are such that v_proj can take. sampled_rows: at most so
-    many outputs, evenly spaced, rank the candidates; the best is then compared with s = 1 on all of them.
+    heads: the attention's, so that the candidates for o_proj are such that v_proj can take. On CUDA products of
+    bfloat16 rank the candidates (on the test model they chose the same r everywhere); float32 compares the best with
+    s = 1.
     """
 
     grid: Grid
     heads: Heads | None = None
     steps: int = 20
     duo_scaling: bool = False
-    sampled_rows: int = 4096
 
     def __call__(self, group: str, weights: list[torch.Tensor], statistics: InputStatistics) -> torch.Tensor:
         weight = torch.cat(weights)
@@ -45,10 +45,8 @@ class AwqSmoother:
         return [share_heads(scale, self.heads) for scale in scales]
 
     def _search(self, weight: torch.Tensor, scales: list[torch.Tensor], gram: torch.Tensor) -> torch.Tensor:
-        """The scale with the least loss on the sampled outputs. On CUDA products of bfloat16 rank them."""
-        sample = weight[:: -(-weight.shape[0] // self.sampled_rows)].contiguous()
         coarse = gram.bfloat16() if gram.is_cuda else gram
-        losses = [rounding_loss(sample, scale, coarse, self.grid) for scale in scales]
+        losses = [rounding_loss(weight, scale, coarse, self.grid) for scale in scales]
         return scales[int(torch.stack(losses).argmin())]
 
 

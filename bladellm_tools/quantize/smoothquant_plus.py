@@ -3,7 +3,8 @@
 Outliers of activations multiply the rounding errors of the weights they meet, so SmoothQuant's s (equation 4 of arXiv
 2211.10438) is folded in before 4-bit weights are rounded, activations staying as they are. One α serves all layers. It
 is searched over 0, 0.05 … 1 by the loss of the whole quantized model: every layer reads what the quantized layers
-before it made, so errors add up as they do in use. α = None, no smoothing, is a candidate too.
+before it made, so errors add up as they do in use. α = None, no smoothing, is a candidate too. As in the paper the
+candidates are rounded plainly, whatever rounds the weights afterwards.
 
 The search passes over the layers once: it carries one stream of hidden states per candidate beside the float model's,
 so a layer is read once whatever the number of candidates. Memory: (candidates + 1) · hidden, and one layer twice.
@@ -60,7 +61,7 @@ def search_alpha(
     head: Head | None = None,
     alphas: Sequence[float] = ALPHAS,
 ) -> AlphaSearch:
-    """Find α on hidden [S, T, H], the embedded calibration windows.
+    """Find α on hidden [S, T, H], the embedded calibration windows. `forward` and `collect` take weights of any type.
 
     With `head` the loss is the mean KL divergence of the quantized model's logits from the float model's; without, the
     sum over layers of the squared difference of their outputs, as a share of plain rounding's.
