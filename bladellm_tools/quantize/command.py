@@ -11,12 +11,12 @@ import torch
 from bladellm_runtime.errors import UserError
 from bladellm_tools.console import YELLOW, fail, one_line, styled
 from bladellm_tools.evaluate.evaluation import EvaluationJob
-from bladellm_tools.quantize.alpha_search import find_alpha
 from bladellm_tools.quantize.args import QuantizeArgs
 from bladellm_tools.quantize.evaluation import plan_evaluation, run_evaluation
 from bladellm_tools.quantize.job import QuantizeJob
-from bladellm_tools.quantize.output import staging_root
-from bladellm_tools.quantize.pipeline import quantize_model
+from bladellm_tools.quantize.pipeline.alpha_search import find_alpha
+from bladellm_tools.quantize.pipeline.output import staging_root
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from bladellm_tools.quantize.preparation import Preparation, algorithm_of, prepare
 from bladellm_tools.quantize.progress import watching
 from bladellm_tools.quantize.summary import plan_lines, result_lines

@@ -7,8 +7,8 @@ from bladellm_tools.evaluate.evaluation import Evaluation, EvaluationJob, evalua
 from bladellm_tools.evaluate.report import table, to_json, write_json
 from bladellm_tools.evaluate.windows import EvaluationText, read_text, tokenize
 from bladellm_tools.quantize.args import QuantizeArgs
+from bladellm_tools.quantize.calibration.texts import PAGE, built_in
 from bladellm_tools.quantize.preparation import Preparation
-from bladellm_tools.quantize.texts import PAGE, built_in
 
 WINDOW = 2048
 FILE = "evaluation.json"

@@ -8,8 +8,8 @@ import torch
 
 from bladellm_runtime.quantization.format import CheckpointFormat
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.algorithm import Algorithm
-from bladellm_tools.quantize.grid import Grid
+from bladellm_tools.quantize.algorithms.algorithm import Algorithm
+from bladellm_tools.quantize.algorithms.grid import Grid
 
 AlgorithmMaker = Callable[[Grid], Algorithm]
 

@@ -12,16 +12,17 @@ from bladellm_runtime.errors import CheckpointError, ConfigError
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.text.tokenizer import Tokenizer
-from bladellm_tools.quantize.algorithm import Algorithm
-from bladellm_tools.quantize.algorithms import make_algorithm
+from bladellm_tools.quantize.algorithms.algorithm import Algorithm
+from bladellm_tools.quantize.algorithms.fold import Heads
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.registry import make_algorithm
 from bladellm_tools.quantize.args import QuantizeArgs
-from bladellm_tools.quantize.calibration import Calibration, calibrate_with
+from bladellm_tools.quantize.calibration.windows import Calibration, calibrate_with
 from bladellm_tools.quantize.combinations import Combination, combine
-from bladellm_tools.quantize.fold import Heads
-from bladellm_tools.quantize.grid import Grid
 from bladellm_tools.quantize.job import AlgorithmMaker, QuantizeJob
-from bladellm_tools.quantize.output import check_output
-from bladellm_tools.quantize.selection import select
+from bladellm_tools.quantize.pipeline.output import check_output
+from bladellm_tools.quantize.pipeline.selection import select
+from bladellm_tools.quantize.pipeline.source import open_float_model
 from bladellm_tools.quantize.shapes import (
     Linear,
     check_degree,
@@ -31,7 +32,6 @@ from bladellm_tools.quantize.shapes import (
     pad_multiple,
     padded,
 )
-from bladellm_tools.quantize.source import open_float_model
 
 NO_SETTINGS = frozenset(
     {"output_dir", "device", "num_gpus", "batch_size", "cpu_offload", "resume", "report", "report_data"}

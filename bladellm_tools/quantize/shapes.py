@@ -8,9 +8,9 @@ from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.weights import weight_table
 from bladellm_runtime.quantization.format import CheckpointFormat
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.layer import DOWN, OUTPUT
-from bladellm_tools.quantize.selection import Selection
-from bladellm_tools.quantize.source import layer_prefix
+from bladellm_tools.quantize.algorithms.layer import DOWN, OUTPUT
+from bladellm_tools.quantize.pipeline.selection import Selection
+from bladellm_tools.quantize.pipeline.source import layer_prefix
 
 ROW_PARALLEL = (*OUTPUT.members, *DOWN.members)
 """Layers whose inputs are cut when a model is served on several GPUs; the others' outputs are."""

@@ -2,8 +2,8 @@
 
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_tools.console import gib, one_line
+from bladellm_tools.quantize.engines import engines
 from bladellm_tools.quantize.job import ModuleReport, QuantizeResult
-from bladellm_tools.quantize.loaders import engines
 from bladellm_tools.quantize.preparation import Preparation
 from bladellm_tools.quantize.progress import duration
 

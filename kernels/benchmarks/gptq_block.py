@@ -12,10 +12,10 @@ import torch
 from bladellm_kernels.gptq_block import ColumnGrid, gptq_block, gptq_block_reference
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.gptq import Gptq
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.hessian import factorise, full_float32
-from bladellm_tools.quantize.statistics import InputStatistics
+from bladellm_tools.quantize.algorithms.gptq import Gptq
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.hessian import factorise, full_float32
+from bladellm_tools.quantize.algorithms.statistics import InputStatistics
 
 BLOCK = 128
 LLAMA_8B = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")

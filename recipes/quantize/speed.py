@@ -27,7 +27,7 @@ from bladellm_tools.console import fail, gib, table
 from bladellm_tools.quantize.args import QuantizeArgs
 from bladellm_tools.quantize.combinations import combine
 from bladellm_tools.quantize.job import Progress, QuantizeJob, QuantizeResult
-from bladellm_tools.quantize.pipeline import quantize_model
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from bladellm_tools.quantize.preparation import algorithm_of, pick_devices
 
 KIB = 1024

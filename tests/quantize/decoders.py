@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
 
-from bladellm_tools.quantize.fold import Heads
-from bladellm_tools.quantize.layer import GROUPS, LayerWeights
-from bladellm_tools.quantize.statistics import InputStatistics
+from bladellm_tools.quantize.algorithms.fold import Heads
+from bladellm_tools.quantize.algorithms.layer import GROUPS, LayerWeights
+from bladellm_tools.quantize.algorithms.statistics import InputStatistics
 
 MODELS = {"llama": (LlamaConfig, LlamaModel), "qwen2": (Qwen2Config, Qwen2Model), "qwen3": (Qwen3Config, Qwen3Model)}
 FAMILIES = tuple(MODELS)

@@ -10,7 +10,7 @@ import torch
 
 from bladellm_runtime.quantization.compressed_tensors import CompressedTensors
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.algorithms import make_algorithm
+from bladellm_tools.quantize.algorithms.registry import make_algorithm
 from bladellm_tools.quantize.job import Progress, QuantizeJob
 from tests.models.harness import VOCAB, save_tiny
 

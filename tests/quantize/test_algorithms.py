@@ -5,16 +5,16 @@ import torch
 
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.algorithms import NAMES, make_algorithm
-from bladellm_tools.quantize.awq import AwqSmoother
-from bladellm_tools.quantize.clip import ClipRounder
-from bladellm_tools.quantize.fold import Heads, fold
-from bladellm_tools.quantize.gptq import Gptq
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.layer import GROUPS
-from bladellm_tools.quantize.minmax import MinMax
-from bladellm_tools.quantize.smoothquant import SmoothQuant
-from bladellm_tools.quantize.smoothquant_plus import SmoothQuantPlus
+from bladellm_tools.quantize.algorithms.awq import AwqSmoother
+from bladellm_tools.quantize.algorithms.clip import ClipRounder
+from bladellm_tools.quantize.algorithms.fold import Heads, fold
+from bladellm_tools.quantize.algorithms.gptq import Gptq
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.layer import GROUPS
+from bladellm_tools.quantize.algorithms.minmax import MinMax
+from bladellm_tools.quantize.algorithms.registry import NAMES, make_algorithm
+from bladellm_tools.quantize.algorithms.smoothquant import SmoothQuant
+from bladellm_tools.quantize.algorithms.smoothquant_plus import SmoothQuantPlus
 from tests.quantize.decoders import decoder
 
 GRID = Grid(Scheme(4, group_size=16), torch.bfloat16)

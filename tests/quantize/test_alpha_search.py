@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bladellm_runtime.errors import ConfigError
-from bladellm_tools.quantize.alpha_search import find_alpha
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.layer import GROUPS
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.layer import GROUPS
+from bladellm_tools.quantize.pipeline.alpha_search import find_alpha
 from tests.quantize.jobs import W4, digests, job_of, save_model
 
 

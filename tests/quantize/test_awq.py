@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize import row_error
-from bladellm_tools.quantize.awq import AwqSmoother, rounding_loss, weight_share
-from bladellm_tools.quantize.fold import Heads, share_heads
-from bladellm_tools.quantize.grid import Grid
+from bladellm_tools.quantize.algorithms import row_error
+from bladellm_tools.quantize.algorithms.awq import AwqSmoother, rounding_loss, weight_share
+from bladellm_tools.quantize.algorithms.fold import Heads, share_heads
+from bladellm_tools.quantize.algorithms.grid import Grid
 from tests.quantize.decoders import statistics
 
 GRIDS = [

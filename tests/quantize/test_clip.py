@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize import row_error
-from bladellm_tools.quantize.clip import ClipRounder, clipped
-from bladellm_tools.quantize.grid import Grid
+from bladellm_tools.quantize.algorithms import row_error
+from bladellm_tools.quantize.algorithms.clip import ClipRounder, clipped
+from bladellm_tools.quantize.algorithms.grid import Grid
 from tests.quantize.decoders import statistics
 
 RATIOS = (1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)

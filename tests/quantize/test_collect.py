@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bladellm_tools.quantize.collect import SAMPLE_TOKENS, Collector, samples_of, statistics_of
+from bladellm_tools.quantize.pipeline.collect import SAMPLE_TOKENS, Collector, samples_of, statistics_of
 
 
 def expected(x):

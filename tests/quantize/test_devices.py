@@ -5,9 +5,9 @@ import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_tools.quantize.job import Progress
-from bladellm_tools.quantize.pipeline import quantize_model
-from bladellm_tools.quantize.source import open_float_model
-from bladellm_tools.quantize.streams import Streams
+from bladellm_tools.quantize.pipeline.run import quantize_model
+from bladellm_tools.quantize.pipeline.source import open_float_model
+from bladellm_tools.quantize.pipeline.streams import Streams
 from tests.quantize.jobs import CPU, W8A8, digests, job_of, save_model, tensors_of, windows
 
 

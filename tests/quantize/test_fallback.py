@@ -8,10 +8,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bladellm_tools.quantize.fallback import choose_fallback, fallen_modules
+from bladellm_tools.quantize.algorithms.layer import DOWN, GATE_UP, GROUPS, OUTPUT, QKV
 from bladellm_tools.quantize.job import Progress
-from bladellm_tools.quantize.layer import DOWN, GATE_UP, GROUPS, OUTPUT, QKV
-from bladellm_tools.quantize.pipeline import quantize_model
+from bladellm_tools.quantize.pipeline.fallback import choose_fallback, fallen_modules
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.models.harness import random_prompt, reference_logits
 from tests.quantize.jobs import W4, W4_ASYMMETRIC, W8A8, job_of, save_model, tensors_of
 

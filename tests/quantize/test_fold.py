@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bladellm_tools.quantize.fold import Heads, can_fold, fold, share_heads
-from bladellm_tools.quantize.layer import DOWN, GATE_UP, GROUPS, OUTPUT, QKV, LinearGroup
+from bladellm_tools.quantize.algorithms.fold import Heads, can_fold, fold, share_heads
+from bladellm_tools.quantize.algorithms.layer import DOWN, GATE_UP, GROUPS, OUTPUT, QKV, LinearGroup
 from tests.quantize.decoders import FAMILIES, decoder
 
 HEADS = (Heads(4, 2, 12), Heads(6, 1, 8), Heads(3, 3, 10))

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bladellm_tools.quantize.forward import KEYS, VALUES, forward_layer, observe_layer, rotary_tables_of
-from bladellm_tools.quantize.layer import GROUPS
-from bladellm_tools.quantize.source import open_float_model
+from bladellm_tools.quantize.algorithms.layer import GROUPS
+from bladellm_tools.quantize.pipeline.forward import KEYS, VALUES, forward_layer, observe_layer, rotary_tables_of
+from bladellm_tools.quantize.pipeline.source import open_float_model
 from tests.models.harness import Sequences, load_tiny, reference_logits, save_tiny
 from tests.models.test_families import CASES
 from tests.quantize.jobs import windows

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize import gptq as gptq_module
-from bladellm_tools.quantize.algorithm import Rounded
-from bladellm_tools.quantize.gptq import NO_FACTOR, Gptq
-from bladellm_tools.quantize.gptq_solver import SEARCH_RATIOS, search_ranges
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.hessian import factorise
-from bladellm_tools.quantize.statistics import InputStatistics
+from bladellm_tools.quantize.algorithms import gptq as gptq_module
+from bladellm_tools.quantize.algorithms.algorithm import Rounded
+from bladellm_tools.quantize.algorithms.gptq import NO_FACTOR, Gptq
+from bladellm_tools.quantize.algorithms.gptq_solver import SEARCH_RATIOS, search_ranges
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.hessian import factorise
+from bladellm_tools.quantize.algorithms.statistics import InputStatistics
 
 SCHEMES = [
     Scheme(4, group_size=16),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.grid import Grid
+from bladellm_tools.quantize.algorithms.grid import Grid
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

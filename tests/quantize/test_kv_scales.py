@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from bladellm_tools.quantize.forward import KEYS, VALUES
 from bladellm_tools.quantize.job import Progress
-from bladellm_tools.quantize.kv_scales import KvRange, kv_scale_tensors
-from bladellm_tools.quantize.pipeline import quantize_model
+from bladellm_tools.quantize.pipeline.forward import KEYS, VALUES
+from bladellm_tools.quantize.pipeline.kv_scales import KvRange, kv_scale_tensors
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.quantize.jobs import CPU, W4, job_of, save_model, tensors_of
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.minmax import MinMax
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.minmax import MinMax
 
 
 def distances(values: list[float], bits: int, symmetric: bool) -> list[float]:

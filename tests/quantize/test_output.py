@@ -8,11 +8,11 @@ import safetensors.torch
 import torch
 
 from bladellm_runtime.errors import CheckpointError, ConfigError, UserError
-from bladellm_tools.quantize import output as output_module
-from bladellm_tools.quantize.files import file_digest, tensor_bytes, write_file
 from bladellm_tools.quantize.job import Progress
-from bladellm_tools.quantize.pipeline import quantize_model
-from bladellm_tools.quantize.publish import small_files
+from bladellm_tools.quantize.pipeline import output as output_module
+from bladellm_tools.quantize.pipeline.files import file_digest, tensor_bytes, write_file
+from bladellm_tools.quantize.pipeline.publish import small_files
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.quantize.jobs import Steps, digests, job_of, save_model
 
 

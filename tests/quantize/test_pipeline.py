@@ -15,12 +15,12 @@ from bladellm_runtime.quantization.awq import Awq
 from bladellm_runtime.quantization.gptq import Gptq
 from bladellm_runtime.quantization.registry import read_quantization
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.algorithms import make_algorithm
+from bladellm_tools.quantize.algorithms.layer import GROUPS
+from bladellm_tools.quantize.algorithms.registry import make_algorithm
 from bladellm_tools.quantize.job import Progress
-from bladellm_tools.quantize.layer import GROUPS
-from bladellm_tools.quantize.parts import unpack_layer
-from bladellm_tools.quantize.pipeline import quantize_model
-from bladellm_tools.quantize.source import open_float_model
+from bladellm_tools.quantize.pipeline.parts import unpack_layer
+from bladellm_tools.quantize.pipeline.run import quantize_model
+from bladellm_tools.quantize.pipeline.source import open_float_model
 from tests.models.harness import random_prompt, reference_logits
 from tests.quantize.jobs import FP8, W4, W4_ASYMMETRIC, W8A8, Steps, digests, job_of, save_model, tensors_of
 from tests.quantize.test_forward import run

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from bladellm_runtime.errors import ConfigError, UserError
-from bladellm_tools.quantize import files, publish
-from bladellm_tools.quantize.algorithms import make_algorithm
+from bladellm_tools.quantize.algorithms.registry import make_algorithm
 from bladellm_tools.quantize.job import Progress
-from bladellm_tools.quantize.pipeline import quantize_model
+from bladellm_tools.quantize.pipeline import files, publish
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.conftest import ROOT
 from tests.quantize.jobs import W4_ASYMMETRIC, Steps, digests, job_of, save_model, windows
 
@@ -144,7 +144,7 @@ def test_stopped_before_the_last_rename(model, data, whole, tmp_path, monkeypatc
 SCRIPT = """
 import sys, time, torch
 from pathlib import Path
-from bladellm_tools.quantize.pipeline import quantize_model
+from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.quantize.jobs import Steps
 from tests.quantize.test_resume import full_job
 model, output, data = map(Path, sys.argv[1:])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.smoothquant import SmoothQuant
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.smoothquant import SmoothQuant
 from tests.quantize.decoders import statistics
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.fold import Heads, can_fold, fold
-from bladellm_tools.quantize.grid import Grid
-from bladellm_tools.quantize.layer import GROUPS, LayerWeights
-from bladellm_tools.quantize.smoothquant_plus import ALPHAS, SmoothQuantPlus, divergence, search_alpha
+from bladellm_tools.quantize.algorithms.fold import Heads, can_fold, fold
+from bladellm_tools.quantize.algorithms.grid import Grid
+from bladellm_tools.quantize.algorithms.layer import GROUPS, LayerWeights
+from bladellm_tools.quantize.algorithms.smoothquant_plus import ALPHAS, SmoothQuantPlus, divergence, search_alpha
 from tests.quantize.decoders import Decoder, decoder, statistics
 
 HEADS = Heads(4, 2, 12)

@@ -8,7 +8,7 @@ import torch
 
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.config import read_model_spec
-from bladellm_tools.quantize.source import open_float_model
+from bladellm_tools.quantize.pipeline.source import open_float_model
 from tests.models.harness import random_prompt, reference_logits, save_tiny
 from tests.models.test_families import CASES
 from tests.quantize.test_forward import run

@@ -10,8 +10,8 @@ import yaml
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_tools import cli
 from bladellm_tools.quantize import command as quantize_command
+from bladellm_tools.quantize.algorithms.smoothquant_plus import AlphaSearch
 from bladellm_tools.quantize.progress import duration
-from bladellm_tools.quantize.smoothquant_plus import AlphaSearch
 from tests.tools.command import ROOT, run_on_terminal
 from tests.tools.test_cli import QUICK_SECONDS, processor_seconds
 

@@ -11,8 +11,8 @@ from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.quantization.registry import FORMATS
 from bladellm_runtime.quantization.scheme import Scheme
-from bladellm_tools.quantize.loaders import engines
-from bladellm_tools.quantize.selection import select
+from bladellm_tools.quantize.engines import engines
+from bladellm_tools.quantize.pipeline.selection import select
 from bladellm_tools.quantize.shapes import (
     check_degree,
     check_groups,

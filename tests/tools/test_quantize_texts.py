@@ -11,14 +11,14 @@ from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.text.chat import render_chat
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_tools.quantize.args import QuantizeArgs
-from bladellm_tools.quantize.calibration import (
+from bladellm_tools.quantize.calibration.texts import built_in, read_documents
+from bladellm_tools.quantize.calibration.windows import (
     ADVISED_TOKENS,
     calibrate_with,
     draw_tokens,
     draw_windows,
     shortage,
 )
-from bladellm_tools.quantize.texts import built_in, read_documents
 
 CHAT = [{"role": "user", "content": "How deep is the sea?"}, {"role": "assistant", "content": "Up to 11 km."}]
 

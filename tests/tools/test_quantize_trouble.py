@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_tools import cli
 from bladellm_tools.quantize import command as quantize_command
-from bladellm_tools.quantize import texts
+from bladellm_tools.quantize.calibration import texts
 from tests.tools.command import ROOT, command
 
 GPTQ = ("--bit", "4", "--quant_algo", "gptq", "--block_wise_quant")

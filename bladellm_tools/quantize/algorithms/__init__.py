@@ -1,0 +1,1 @@
+"""Rounding and smoothing: one algorithm a file, and what they share."""

@@ -1,0 +1,1 @@
+"""Calibration text, from files, the hub or built in, as windows of tokens."""
