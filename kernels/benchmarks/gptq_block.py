@@ -14,7 +14,8 @@ from bladellm_kernels.gptq_block import ColumnGrid, gptq_block, gptq_block_refer
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_tools.quantize.algorithms.gptq import Gptq
 from bladellm_tools.quantize.algorithms.grid import Grid
-from bladellm_tools.quantize.algorithms.hessian import factorise, full_float32
+from bladellm_tools.quantize.algorithms.hessian import factorise
+from bladellm_tools.quantize.algorithms.precision import matmul_precision
 from bladellm_tools.quantize.algorithms.statistics import InputStatistics
 
 BLOCK = 128
@@ -64,7 +65,7 @@ def solve_times(timer: Timer, rows: int, columns: int) -> tuple[float, float]:
     gptq = Gptq(Grid(Scheme(4, group_size=128 if columns % 128 == 0 else 64), torch.bfloat16))
 
     def factor() -> None:
-        with full_float32():
+        with matmul_precision("highest"):
             factorise(gram, 0.01)
 
     return timer.seconds(factor), timer.seconds(lambda: gptq(["module"], [weight], statistics))

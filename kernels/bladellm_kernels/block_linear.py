@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from bladellm_kernels.row_blocks import block_slices
+
 _CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 19, 1 << 24
 """Elements dequantized at a time: on a CPU what its caches hold (measured), on CUDA a bound on the workspace."""
 
 
 def weight_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover the rows of a weight [rows, columns] in order."""
-    block = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _CUDA_ELEMENTS) // columns)
-    for first in range(0, rows, block):
-        yield slice(first, min(first + block, rows))
+    return block_slices(rows, columns, _CPU_ELEMENTS if device.type == "cpu" else _CUDA_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from typing import Any
 
 import make_outliers
 import msgspec
+from script import INTERRUPTED, exit_code
 
-from bladellm_runtime.errors import ConfigError, UserError
-from bladellm_tools.console import fail
+from bladellm_runtime.errors import ConfigError
 from bladellm_tools.evaluate.evaluation import EvaluationJob, disk_bytes, evaluate
 from bladellm_tools.evaluate.summary import Summary
 from bladellm_tools.evaluate.windows import EvaluationText, read_text
@@ -33,7 +33,6 @@ from bladellm_tools.quantize.args import QuantizeArgs
 FOUR_BIT = ("minmax", "gptq", "awq", "smoothquant+")
 WITHOUT_DATA = "minmax"
 BOTH = {"quant_mode": "act_and_weight_quant"}
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -266,18 +265,8 @@ def missing(chosen: list[Method], seeds: list[int], rows: list[Row]) -> list[tup
 
 
 def main() -> int:
-    try:
-        run(sys.argv[1:])
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from the rows that are done")
-        return INTERRUPTED
-    except UserError as error:
-        fail(str(error))
-        return error.exit_code
-    except OSError as error:
-        fail(str(error))
-        return 1
-    return 0
+    again = "interrupted; the same command goes on from the rows that are done"
+    return exit_code(lambda: run(sys.argv[1:]), again)
 
 
 if __name__ == "__main__":

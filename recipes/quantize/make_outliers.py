@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from script import exit_code
 
-from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.folder import file_in, read_json
-from bladellm_tools.console import fail
 
 PLACES = ("norms", "values", "inner")
 WEIGHTS = "*.safetensors"
@@ -130,15 +130,7 @@ def run(given: list[str]) -> None:
 
 
 def main() -> int:
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        fail(str(error))
-        return error.exit_code
-    except OSError as error:
-        fail(str(error))
-        return 1
-    return 0
+    return exit_code(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from dummy_model import SHAPES, drop_from_page_cache, write_dummy_model
+from script import exit_code
 
 from bladellm_runtime.engine.device import pick_dtype
-from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.models.config import read_model_spec
-from bladellm_tools.console import fail, gib, table
+from bladellm_tools.console import gib, table
 from bladellm_tools.quantize.args import QuantizeArgs
 from bladellm_tools.quantize.combinations import combine
 from bladellm_tools.quantize.job import Progress, QuantizeJob, QuantizeResult
@@ -182,15 +183,7 @@ def run(given: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        fail(str(error))
-        return error.exit_code
-    except OSError as error:
-        fail(str(error))
-        return 1
-    return 0
+    return exit_code(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from bladellm_runtime.models.config import read_generation_defaults, read_model_
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.text.tokenizer import Tokenizer
+from tests.faults.folders import refusal
 from tests.models.harness import Sequences, load_tiny, save_tiny
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -33,17 +34,6 @@ def sharded(tmp_path):
     save_tiny(tmp_path, "llama", max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     return tmp_path
-
-
-def refusal(folder, *names):
-    """Load the folder, which must fail with one sentence that holds all `names`; returns the sentence."""
-    with pytest.raises(CheckpointError) as caught:
-        load_tiny(folder)
-    message = str(caught.value)
-    for name in names:
-        assert str(name) in message, message
-    assert "\n" not in message
-    return message
 
 
 def edit_tensors(file, change):

@@ -1,5 +1,6 @@
 """Rows 51 and 52 of the fault table for quantized folders: refused in one sentence that names file, key or field."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import torch
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.loading import load_model
+from tests.faults import folders
 from tests.models.harness import Sequences, load_tiny
 from tests.models.quantized import FILE, SCHEMES, Tiny, edit_config, edit_tensors, plan, shard
 
 MODULE = "model.layers.1.self_attn.q_proj"
 SCALES = {"compressed-tensors": "weight_scale", "gptq": "scales", "awq": "scales"}
 CODES = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+
+
+refusal = functools.partial(folders.refusal, longest=500)
 
 
 @pytest.fixture(params=list(SCALES))
@@ -30,18 +35,6 @@ def whole(tmp_path, method):
 
 def save(folder, name, method="compressed-tensors", **options):
     return Tiny(folder, plan(method, SCHEMES[name]), **options).folder
-
-
-def refusal(folder, *names):
-    """Load the folder, which must fail with one sentence that holds all `names`; returns the sentence."""
-    with pytest.raises(CheckpointError) as caught:
-        load_tiny(folder)
-    message = str(caught.value)
-    for name in names:
-        assert str(name) in message, message
-    assert "\n" not in message
-    assert len(message) < 500
-    return message
 
 
 def replace(folder, suffix, change, module=MODULE):

@@ -9,7 +9,8 @@ from bladellm_runtime.quantization.weight import QuantizedWeight
 from bladellm_tools.quantize.algorithms.algorithm import Rounded
 from bladellm_tools.quantize.algorithms.gptq_solver import Columns, solve
 from bladellm_tools.quantize.algorithms.grid import Grid
-from bladellm_tools.quantize.algorithms.hessian import factorise, full_float32
+from bladellm_tools.quantize.algorithms.hessian import factorise
+from bladellm_tools.quantize.algorithms.precision import matmul_precision
 from bladellm_tools.quantize.algorithms.statistics import InputStatistics
 
 NO_FACTOR = "rounded to nearest: the inputs of calibration are all 0 or not finite"
@@ -42,7 +43,7 @@ class Gptq:
         """As `Rounder`: one factorisation and one pass serve all weights. Raises ValueError without statistics."""
         if statistics is None:
             raise ValueError(f"GPTQ needs the inputs of {', '.join(modules)}")
-        with full_float32():
+        with matmul_precision("highest"):
             columns = self._columns(statistics.gram.diagonal())
             factor = factorise(statistics.gram, self.damp, columns.order)
             if factor is None:

@@ -1,7 +1,6 @@
 """The factor of the inverse Hessian that GPTQ spreads errors with (Frantar et al., arXiv:2210.17323, section 3.3)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,17 +47,6 @@ def factorise(gram: torch.Tensor, damp: float, order: torch.Tensor | None = None
         if upper is not None:
             return Factor(upper, share)
     return None
-
-
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Products of float32 matrices without TF32 inside."""
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
 
 
 def _upper_factor(reversed_hessian: torch.Tensor) -> torch.Tensor | None:

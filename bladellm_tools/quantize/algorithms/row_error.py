@@ -7,6 +7,7 @@ N·K² multiplications whatever the number of tokens.
 from collections.abc import Iterator
 
 import torch
+from bladellm_kernels.row_blocks import block_slices
 
 BLOCK = 2**25
 """Weights worked on at a time: a few float32 copies of them are all the memory a search takes beside its inputs."""
@@ -22,6 +23,4 @@ def row_errors(difference: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:
     """Slices of about `BLOCK` weights that together cover all rows."""
-    step = max(1, BLOCK // columns)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return block_slices(rows, columns, BLOCK)

@@ -1,13 +1,11 @@
 """The output error of a rounded linear layer, as a share of its outputs' mean square."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_runtime.quantization.weight import QuantizedWeight
 from bladellm_tools.quantize.algorithms.grid import FP8_MAX
+from bladellm_tools.quantize.algorithms.precision import matmul_precision
 from bladellm_tools.quantize.algorithms.statistics import InputStatistics
 
 INT8_MAX = 127.0
@@ -18,14 +16,14 @@ def output_error(statistics: InputStatistics, weight: torch.Tensor, rounded: tor
 
     CUDA multiplies as TF32: a figure to compare layers by needs no more digits, and 70B shapes save a minute.
     """
-    with _tensor_cores(weight.device):
+    with matmul_precision("high" if weight.is_cuda else "highest"):
         return statistics.output_error(weight, rounded)
 
 
 def rounded_inputs_error(x: torch.Tensor, weight: torch.Tensor, rounded: QuantizedWeight) -> float:
     """Of rounded weights and rounded inputs; x: a sample of inputs, [tokens, K]; weight: float32 [N, K]."""
     x = x.float()
-    with _tensor_cores(weight.device):
+    with matmul_precision("high" if weight.is_cuda else "highest"):
         exact = x @ weight.t()
         difference = round_inputs(x, rounded.scheme, rounded.input_scale) @ rounded.dequantize().t() - exact
     power = exact.square().sum()
@@ -41,14 +39,3 @@ def round_inputs(x: torch.Tensor, scheme: Scheme, input_scale: float | None) -> 
     steps = (x / scale).clamp(-largest, largest)
     steps = steps.to(torch.float8_e4m3fn).float() if scheme.kind == "fp8" else steps.round()
     return steps * scale
-
-
-@contextmanager
-def _tensor_cores(device: torch.device) -> Iterator[None]:
-    previous = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
