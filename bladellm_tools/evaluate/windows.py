@@ -13,6 +13,7 @@ from bladellm_runtime.text.tokenizer import Tokenizer
 
 FIELD = "text"
 SEPARATOR = "\n\n"
+MAX_FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ def read_text(path: str) -> EvaluationText:
     if file.suffix not in readers:
         raise ConfigError(f"--data {path}: the name must end in {', '.join(readers)}")
     try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"--data {path} is larger than {MAX_FILE_BYTES} bytes; give a part of it")
         text = SEPARATOR.join(readers[file.suffix](file))
     except OSError as error:
         raise UserError(f"--data {path} cannot be read: {error.strerror or error}") from error

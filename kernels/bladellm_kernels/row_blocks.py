@@ -6,7 +6,7 @@ import torch
 
 _CPU_BLOCK = 1 << 18
 _CUDA_BLOCK = 1 << 23
-"""Elements of a block of logits: on the CPU what the cache holds, on CUDA a bound on the workspace (350 MiB in a sort)."""
+"""Logits in a block: on the CPU what the cache holds, on CUDA a bound on the workspace (about 350 MiB for a sort)."""
 
 
 def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:

@@ -105,3 +105,12 @@ def test_a_missing_file_is_named(tmp_path, name) -> None:
 def test_other_kinds_of_file_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"must end in .txt, .jsonl, .parquet"):
         read_text(str(tmp_path / "a.pdf"))
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    monkeypatch.setattr("bladellm_tools.evaluate.windows.MAX_FILE_BYTES", 9)
+    with pytest.raises(UserError, match=r"a.txt is larger than 9 bytes"):
+        read_text(str(tmp_path / "a.txt"))
+    monkeypatch.setattr("bladellm_tools.evaluate.windows.MAX_FILE_BYTES", 10)
+    assert read_text(str(tmp_path / "a.txt")).text == "some words"
