@@ -17,6 +17,9 @@ class KvSpec:
 
     A *granule* is the unit of mapping: `granule_tokens` consecutive tokens of one sequence in every group.
     `max_tokens` is the longest sequence (a multiple of `granule_tokens`), the address range a slot reserves.
+    `block_granules` consecutive granules, the first a multiple of that, are a *block*: mapped with one call a group
+    when taken whole. `scale_token_bytes`: one token's scales over all layers, kept by granule outside the groups.
+    `host_granules`: granules of host memory to swap cached prompts to.
     """
 
     groups: tuple[KvGroup, ...]
@@ -24,15 +27,18 @@ class KvSpec:
     num_granules: int
     num_slots: int
     max_tokens: int
+    block_granules: int = 1
+    scale_token_bytes: int = 0
+    host_granules: int = 0
 
     @property
     def token_bytes(self) -> int:
-        """Bytes one token takes over all groups."""
-        return sum(group.token_bytes for group in self.groups)
+        """Bytes one token takes over all groups, with its scales."""
+        return sum(group.token_bytes for group in self.groups) + self.scale_token_bytes
 
     @property
     def granule_bytes(self) -> int:
-        """Bytes one granule takes over all groups."""
+        """Bytes one granule takes over all groups, with its scales."""
         return self.granule_tokens * self.token_bytes
 
     def granules(self, tokens: int) -> int:

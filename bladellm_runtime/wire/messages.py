@@ -10,13 +10,17 @@ from bladellm_runtime.request import FinishReason, SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
-    """One choice of one prompt. `choice` with the seed keys its random numbers; `params.n` is not read here."""
+    """One choice of one prompt. `choice` with the seed keys its random numbers; `params.n` is not read here.
+
+    Requests with different `cache_salt` never share cached prompts.
+    """
 
     request_id: int
     prompt: list[int]
     params: SamplingParams
     choice: int
     arrival: float
+    cache_salt: str = ""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True, array_like=True):
@@ -40,8 +44,9 @@ class RequestDelta(msgspec.Struct, array_like=True):
     """What one step did for one request.
 
     `finish` set ends the request. `error` is a short code (`invalid_logits`, `context_length_exceeded`, ...) with
-    `finish == ERROR`. `scheduled_at` is set once, on the delta of the first token. `prompt_logprobs` has one entry a
-    prompt token from the second on, and comes once, with the first delta.
+    `finish == ERROR`. `scheduled_at` is set once, on the delta of the first token, and so is `cached_tokens`: how many
+    prompt tokens the prompt cache had. `prompt_logprobs` has one entry a prompt token from the second on, and comes
+    once, with the first delta.
     """
 
     request_id: int
@@ -51,10 +56,17 @@ class RequestDelta(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     scheduled_at: float | None = None
+    cached_tokens: int | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """A reading of the engine's state; counters count from the engine's start."""
+    """A reading of the engine's state; counters count from the engine's start.
+
+    Granules: `kv_granules_used` by live requests, `kv_granules_cached` by the prompt cache alone, `kv_granules_shared`
+    saved by sharing (users of a granule beyond its first, summed). `kv_tokens_unused`: tokens for which live requests
+    hold room they have not written to, the internal waste. `kv_maps` counts mapping calls, `kv_map_p99` is the 99th
+    percentile of their recent durations and `kv_map_wait` how long steps waited for them, in seconds.
+    """
 
     time: float = 0.0
     running: int = 0
@@ -68,6 +80,14 @@ class EngineStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0
+    kv_granules_cached: int = 0
+    kv_granules_shared: int = 0
+    kv_tokens_unused: int = 0
+    kv_granules_swapped: int = 0
+    kv_maps: int = 0
+    kv_map_p99: float = 0.0
+    kv_map_wait: float = 0.0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
