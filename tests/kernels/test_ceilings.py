@@ -1,0 +1,167 @@
+"""The kernels that read memory read every word once, by wide loads; the sections' figures follow from their times."""
+
+import importlib
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "kernels" / "benchmarks"
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("read_kernels")
+
+
+def interpreted(name: str) -> None:
+    """Run a function of this file in a process of its own: triton reads the switch when it is imported."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", SCRIPTS)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    code = f"from tests.kernels.test_ceilings import bounds_at_run_time, {name}; bounds_at_run_time(); {name}()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def bounds_at_run_time() -> None:
+    """Triton 3.6's interpreter holds a number in an array of one element, which NumPy 2.4 takes for no loop bound."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_index
+
+
+def random_words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+
+def reads_of_rows_and_words() -> None:
+    from read_kernels import ReadSchedule, read_flat, read_rows
+
+    for programs, stages, pieces in product((1, 3, 50), (1, 3), (1, 2, 5)):
+        schedule = ReadSchedule(1, 64, stages=stages)
+        # Rows of 16 words a piece between other rows; tiles of 4 rows.
+        memory = random_words(28, 3, 16 * pieces)
+        rows, sums = memory[:, 1], torch.full((programs,), 0x5EEDBAD)
+        read_rows(rows, sums, schedule, 16)
+        assert (int(sums.sum()) - int(rows.long().sum())) % 2**32 == 0
+        words = random_words(64 * 7)
+        read_flat(words, sums, schedule)
+        assert (int(sums.sum()) - int(words.long().sum())) % 2**32 == 0
+
+
+def test_every_word_is_read_once():
+    interpreted("reads_of_rows_and_words")
+
+
+def consecutive_programs() -> None:
+    from read_kernels import ReadSchedule, read_rows
+
+    rows = random_words(4, 3 * 16)
+    sums = torch.zeros(3, dtype=torch.int64)
+    read_rows(rows, sums, ReadSchedule(1, 64), 16)
+    assert ((sums - rows.view(4, 3, 16).sum((0, 2), dtype=torch.int64)) % 2**32 == 0).all()
+
+
+def test_consecutive_programs_read_consecutive_pieces():
+    interpreted("consecutive_programs")
+
+
+def test_what_cannot_be_read_whole_is_refused(kernels):
+    schedule = kernels.ReadSchedule(1, 64)
+    sums = torch.zeros(2, dtype=torch.int64)
+    for rows, piece in [
+        (random_words(5, 32), 16),
+        (random_words(4, 24), 16),
+        (random_words(4, 32).float(), 16),
+        (random_words(32, 4).t(), 16),
+    ]:
+        with pytest.raises(ValueError, match="rows"):
+            kernels.read_rows(rows, sums, schedule, piece)
+    with pytest.raises(ValueError, match="tiles"):
+        kernels.read_flat(random_words(65), sums, schedule)
+
+
+@pytest.mark.parametrize(("tile", "piece"), [(1, 2048), (1, 8192), (32, 64), (128, 64), (512, 16)])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_loads_are_of_16_bytes_on_hopper(kernels, tile, piece, stages):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = kernels.read_kernel
+    constants = {"PIECE": piece, "TILE": tile, "STAGES": stages}
+    types = {"words": "*i32", "sums": "*i64"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    # As a launch finds them: pointers and strides are multiples of 16, pieces and units are not looked at.
+    multiples = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("words", "sums", "stride")}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=multiples)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    text = compiled.asm["ptx"]
+    assert "sm_90" in text
+    wide = "ld.global.v4" if stages == 1 else "cp.async.cg.shared.global"
+    assert wide in text
+    assert ("cp.async" in text) == (stages > 1)
+    assert text.count(wide) >= 2 or tile * piece <= 2048, "several loads of a thread are under way at a time"
+
+
+def test_the_smallest_kernel_compiles_for_hopper(kernels):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernels.tiny_kernel, {"counter": "*i32"})
+    assert "sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def sections_on_a_small_pool() -> None:
+    """Every figure follows from bytes or operations and the time, here 1 ms for all launches of a graph."""
+    import ceilings
+
+    class Millisecond:
+        def replayed(self, works) -> float:
+            for work in works:
+                work()
+            return 1e-3
+
+    ceilings.POOL_BYTES = 2**21
+    ceilings.FLAT_BYTES = (2**16, 2**21)
+    ceilings.ROW_BYTES, ceilings.HEAD_BYTES, ceilings.ROW_LAYERS = (512, 1024), (256, 128), (1, 2)
+    ceilings.MOST_LAYERS, ceilings.LINEAR_BYTES = 2, 2**20
+    ceilings.LINEAR_SHAPES, ceilings.LINEAR_ROWS = ((64, 48), (32, 128)), (1, 3)
+    bench = ceilings.Bench(Millisecond(), quick=True, sms=3, device="cpu")
+    for section in (ceilings.copy, ceilings.read, ceilings.read_interleaved, ceilings.linear):
+        figures = list(section(bench))
+        assert len(figures) == {"copy": 1, "read": 2, "rows": 8, "linear": 4}[figures[0].section]
+        for figure in figures:
+            # One graph moves all of the pool; a copy reads one half of it and writes the other.
+            moved = 2**21 if section is not ceilings.linear else 2**20
+            assert moved <= figure.value * 1e12 * 1e-3 <= moved * 1.01, figure
+            assert figure.row().startswith(f"| {figure.section} | {figure.case} | ")
+
+
+def test_figures_follow_from_bytes_and_time():
+    interpreted("sections_on_a_small_pool")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+@pytest.mark.parametrize("arguments", [[], ["--device", "cpu"], ["--quick", "--only", "read"]])
+def test_without_a_gpu_one_line_says_so(arguments):
+    line = [sys.executable, str(SCRIPTS / "ceilings.py"), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "CUDA GPU" in done.stderr
