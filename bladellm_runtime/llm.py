@@ -11,7 +11,7 @@ from typing import Any
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.errors import ParameterError, UserError
-from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.request import FinishReason, SamplingParams, check_cache_salt
 from bladellm_runtime.text.stream import TextDelta, TextStream
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, TokenLogprobs
@@ -31,12 +31,13 @@ class Completion:
 
 @dataclass(slots=True)
 class GenerateOutput:
-    """The `n` choices of one prompt."""
+    """The `n` choices of one prompt. cached_tokens: how many of the prompt's tokens the prompt cache had before."""
 
     prompt: str | list[int]
     prompt_token_ids: list[int]
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -63,28 +64,36 @@ class LLM:
         self._next_id = 0
 
     def generate(
-        self, prompts: Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[GenerateOutput]:
         """Complete every prompt (text or token ids); one `SamplingParams` for all, or one each.
 
-        Without a seed each request draws one. Raises `ParameterError` when a prompt cannot be run at all.
+        Without a seed each request draws one. Cached prompts are shared only among calls with the same `cache_salt`.
+        Raises `ParameterError` when a prompt cannot be run at all.
         """
+        salt = "" if cache_salt is None else check_cache_salt(cache_salt)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts need as many SamplingParams, got {len(each)}")
         choices: dict[int, _Choice] = {}
-        outputs = [self._add(prompt, one, choices) for prompt, one in zip(prompts, each, strict=True)]
+        outputs = [self._add(prompt, one, salt, choices) for prompt, one in zip(prompts, each, strict=True)]
         while choices:
             self._dispatch(self._engine.core.step(), choices)
         return outputs
 
-    def _add(self, prompt: str | list[int], params: SamplingParams, choices: dict[int, _Choice]) -> GenerateOutput:
+    def _add(
+        self, prompt: str | list[int], params: SamplingParams, salt: str, choices: dict[int, _Choice]
+    ) -> GenerateOutput:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         output = GenerateOutput(prompt, ids, [])
         seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         for index in range(params.n):
             self._next_id += 1
-            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic())
+            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic(), salt)
             completion = Completion(logprobs=None if params.logprobs is None else [])
             output.outputs.append(completion)
             choices[self._next_id] = _Choice(TextStream(self.tokenizer, request), output, completion)
@@ -98,6 +107,9 @@ class LLM:
                 continue
             if delta.prompt_logprobs is not None:
                 choice.output.prompt_logprobs = delta.prompt_logprobs
+            # The other choices of a prompt find in the cache what the first has computed.
+            if delta.cached_tokens is not None and choice.completion is choice.output.outputs[0]:
+                choice.output.cached_tokens = delta.cached_tokens
             text = choice.stream.feed(delta)
             _extend(choice.completion, text)
             if text.finish is not None:

@@ -1,6 +1,7 @@
 """What a request asks for and how it can end. Imports no torch: front end, wire and scheduler share it."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -12,8 +13,10 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_CACHE_SALT_CHARS = 256
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32 without changing the arg-max."""
+_CACHE_SALT = re.compile(rf"[!-~]{{1,{MAX_CACHE_SALT_CHARS}}}")
 
 
 class FinishReason(StrEnum):
@@ -107,6 +110,19 @@ class SamplingParams:
     def penalised(self) -> bool:
         """True when the tokens seen so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def check_cache_salt(salt: object) -> str:
+    """`salt`, if it can keep the cached prompts of one tenant apart: a text that is the same in every encoding.
+
+    Raises `ParameterError`. An empty one is refused: it would share cached prompts with everyone who has none.
+    """
+    if not isinstance(salt, str) or not _CACHE_SALT.fullmatch(salt):
+        raise ParameterError(
+            f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} printable ASCII characters without spaces",
+            "cache_salt",
+        )
+    return salt
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

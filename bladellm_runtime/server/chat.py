@@ -11,6 +11,7 @@ from bladellm_runtime.server.errors import invalid_request, shown
 from bladellm_runtime.server.fields import Fields, ignored_fields, wrong_type
 from bladellm_runtime.server.messages import Message, read_messages
 from bladellm_runtime.server.sampling import (
+    read_cache_salt,
     read_max_tokens,
     read_model,
     read_sampling,
@@ -63,6 +64,7 @@ class ChatCall:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    cache_salt: str
     resume_response: str | None
     add_generation_prompt: bool
     continue_final_message: bool
@@ -90,6 +92,7 @@ def parse_chat(body: Mapping[str, Any], ctx: RequestContext) -> ChatCall:
         stream=stream.stream,
         include_usage=stream.include_usage,
         continuous_usage=stream.continuous_usage,
+        cache_salt=read_cache_salt(fields),
         resume_response=resume_response,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,

@@ -38,6 +38,7 @@ class RunningChoice:
         "_metrics",
         "_scheduled_at",
         "_stream",
+        "cached_tokens",
         "echo",
         "first_at",
         "index",
@@ -57,6 +58,7 @@ class RunningChoice:
         self.request = request
         self.echo = echo
         self.first_at = 0.0
+        self.cached_tokens = 0
         self._emit = emit
         self._metrics = metrics
         self._stream = TextStream(tokenizer, request)
@@ -85,6 +87,8 @@ class RunningChoice:
         """Take the next delta of the engine."""
         text = self._stream.feed(delta)
         self._clock(len(text.tokens), delta.scheduled_at)
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
         piece = Piece(text.text, None, text.finish)
         if self._logprobs is not None:
             piece.logprobs = self._read_logprobs(self._logprobs, delta, text)

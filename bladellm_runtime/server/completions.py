@@ -10,6 +10,7 @@ from bladellm_runtime.server.errors import ApiError, invalid_request, shown
 from bladellm_runtime.server.fields import Fields, ignored_fields
 from bladellm_runtime.server.sampling import (
     check_token_id,
+    read_cache_salt,
     read_max_tokens,
     read_model,
     read_sampling,
@@ -39,6 +40,7 @@ class CompletionCall:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    cache_salt: str
     echo: bool
     ignored_fields: tuple[str, ...]
 
@@ -65,6 +67,7 @@ def parse_completion(body: Mapping[str, Any], ctx: RequestContext) -> Completion
         stream=stream.stream,
         include_usage=stream.include_usage,
         continuous_usage=stream.continuous_usage,
+        cache_salt=read_cache_salt(fields),
         echo=echo,
         ignored_fields=ignored_fields(fields.left_over() + unknown_options, ctx.strict),
     )

@@ -109,8 +109,8 @@ async def prepare(state: ServerState, call: Call) -> list[PromptWork]:
     params = seeded(call.params)
     if isinstance(call, ChatCall):
         tokens = await tokenize_chat(state, call)
-        return [PromptWork(tokens, fit_max_tokens(params, len(tokens), state.context))]
-    return [await _prepare_prompt(state, prompt, params, call.echo) for prompt in call.prompts]
+        return [PromptWork(tokens, fit_max_tokens(params, len(tokens), state.context), cache_salt=call.cache_salt)]
+    return [await _prepare_prompt(state, prompt, params, call) for prompt in call.prompts]
 
 
 async def tokenize_chat(state: ServerState, call: ChatCall) -> list[int]:
@@ -132,14 +132,17 @@ def seeded(params: SamplingParams) -> SamplingParams:
     return dataclasses.replace(params, seed=secrets.randbits(63))
 
 
-async def _prepare_prompt(state: ServerState, prompt: Prompt, params: SamplingParams, echo: bool) -> PromptWork:
+async def _prepare_prompt(
+    state: ServerState, prompt: Prompt, params: SamplingParams, call: CompletionCall
+) -> PromptWork:
     if isinstance(prompt, str):
         tokens = await state.pool.encode(state.tokenizer, prompt)
         text = prompt
     else:
         tokens = prompt
-        text = await state.pool.run("prompt", state.tokenizer.decode, prompt) if echo else ""
-    return PromptWork(tokens, fit_max_tokens(params, len(tokens), state.context), text if echo else None)
+        text = await state.pool.run("prompt", state.tokenizer.decode, prompt) if call.echo else ""
+    fitted = fit_max_tokens(params, len(tokens), state.context)
+    return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt)
 
 
 class _ClientWatch:

@@ -22,6 +22,7 @@ class PromptWork:
     tokens: list[int]
     params: SamplingParams
     echo: str | None = None
+    cache_salt: str = ""
 
 
 class Generation:
@@ -65,7 +66,9 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far; each prompt counts once, however many choices it has."""
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
-        return Usage(prompt_tokens, sum(choice.completion_tokens for choice in self._choices))
+        # Of a prompt's choices the later ones find in the cache what the first has computed.
+        cached_tokens = sum(choice.cached_tokens for choice in self._choices if choice.request.choice == 0)
+        return Usage(prompt_tokens, sum(choice.completion_tokens for choice in self._choices), cached_tokens)
 
     def submit(self) -> None:
         """Hand every choice to the engine; the choices of a prompt follow each other."""
@@ -128,7 +131,7 @@ class Generation:
 
     def _submit_choice(self, prompt: PromptWork, number: int) -> None:
         client = self._state.client
-        request = AddRequest(client.next_id(), prompt.tokens, prompt.params, number, self.arrival)
+        request = AddRequest(client.next_id(), prompt.tokens, prompt.params, number, self.arrival, prompt.cache_salt)
         choice = RunningChoice(
             len(self._choices), request, prompt.echo, self._state.tokenizer, self._state.metrics, self._take
         )

@@ -15,20 +15,25 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written by a request, all its prompts and choices together."""
+    """Tokens read and written by a request, all its prompts and choices together.
+
+    cached_tokens: those of the prompts that the prompt cache had before the request came.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

@@ -1,10 +1,17 @@
-"""The fields that completions and chat share: model, sampling, stopping, streaming."""
+"""The fields that completions and chat share: model, sampling, stopping, streaming, caching."""
 
 import re
 from dataclasses import dataclass
 
 from bladellm_runtime.errors import ParameterError
-from bladellm_runtime.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams
+from bladellm_runtime.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+    check_cache_salt,
+)
 from bladellm_runtime.server.context import RequestContext
 from bladellm_runtime.server.errors import from_parameter_error, invalid_request, model_not_found, shown
 from bladellm_runtime.server.fields import Fields, as_number
@@ -44,6 +51,20 @@ def read_stream(fields: Fields) -> tuple[StreamOptions, list[str]]:
     include_usage = options.boolean("include_usage")
     continuous = options.boolean("continuous_usage_stats")
     return StreamOptions(stream, include_usage, include_usage and continuous), options.left_over()
+
+
+def read_cache_salt(fields: Fields) -> str:
+    """Prompts are found in the prompt cache only by requests with the same salt; empty when it is left out.
+
+    Raises `ApiError` 400.
+    """
+    value = fields.take("cache_salt")
+    if value is None:
+        return ""
+    try:
+        return check_cache_salt(value)
+    except ParameterError as error:
+        raise from_parameter_error(error) from None
 
 
 def read_sampling(

@@ -22,7 +22,10 @@ BOOKKEEPING_FIELDS = frozenset(
         "beam_width",
     }
 )
-"""Accepted and without effect: bookkeeping of OpenAI's own service, and options of things refused elsewhere."""
+"""Accepted and without effect: bookkeeping of OpenAI's own service, and options of things refused elsewhere.
+
+`prompt_cache_key` only says which requests to send to the same server; what keeps cached prompts apart is `cache_salt`.
+"""
 
 CONSTRAINT_FIELDS = (
     "structured_outputs",

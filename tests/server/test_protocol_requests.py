@@ -33,7 +33,7 @@ def test_null_means_left_out(parse):
         "logit_bias", "presence_penalty", "frequency_penalty", "tools", "repetition_penalty", "min_tokens",
         "ignore_eos", "response_format", "guided_json", "structured_outputs", "suffix", "tool_choice",
         "include_stop_str_in_output", "skip_special_tokens", "chat_template", "resume_response",
-        "chat_template_kwargs", "echo",
+        "chat_template_kwargs", "echo", "cache_salt",
     ]  # fmt: skip
     if parse is chat:
         names.remove("echo")
@@ -88,6 +88,7 @@ BAD_VALUES = {
     "skip_special_tokens": [0],
     "include_stop_str_in_output": ["x"],
     "top_logprobs": [-1, 21, "1", 1.5, 10**9, 1],
+    "cache_salt": ["", " ", "a b", "x" * 257, "x" * 10_000_000, "a\n", "\0", "é", "🙂", 5, True, ["a"], {"a": 1}],
 }  # fmt: skip
 
 

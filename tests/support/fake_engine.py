@@ -1,5 +1,7 @@
 """An engine without a model: it speaks the wire's messages, and a token depends on prompt, choice and position only.
 
+Its prompt cache remembers every prompt for ever, in granules and by salt, and says how much of a prompt it knew.
+
 A prompt whose text holds a command makes it misbehave or say a given text:
 
 - `@fake:say:TEXT`            the tokens of TEXT, to the end of the line or to the next `<`, then end of sequence
@@ -74,6 +76,7 @@ class Running:
     key: int
     script: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
+    cached: int = 0
 
     @property
     def granules(self) -> int:
@@ -115,6 +118,24 @@ def granules(tokens: int) -> int:
     return -(-tokens // GRANULE_TOKENS)
 
 
+class PromptMemory:
+    """Which prompts were seen, in whole granules."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, int]] = set()
+
+    def enter(self, prompt: list[int], salt: str) -> int:
+        """Tokens at the start of a prompt that were seen with this salt; the last token always has to be computed."""
+        checksum, known, whole = 0, 0, (len(prompt) - 1) // GRANULE_TOKENS * GRANULE_TOKENS
+        for start in range(0, whole, GRANULE_TOKENS):
+            granule = prompt[start : start + GRANULE_TOKENS]
+            checksum = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in granule), checksum)
+            if known == start and (salt, checksum) in self._seen:
+                known = start + GRANULE_TOKENS
+            self._seen.add((salt, checksum))
+        return known
+
+
 class FakeEngine:
     """One engine's state; `run` is its loop."""
 
@@ -123,6 +144,7 @@ class FakeEngine:
         self._settings = settings
         self._waiting: deque[AddRequest] = deque()
         self._running: dict[int, Running] = {}
+        self._memory = PromptMemory()
         self._stats = EngineStats(
             slots=settings.slots, kv_granules=granules(settings.kv_tokens), granule_tokens=GRANULE_TOKENS
         )
@@ -189,7 +211,9 @@ class FakeEngine:
         running = Running(request, command, argument, time.monotonic(), key)
         if command == "say":
             running.script = [*tokenizer().encode(argument, add_special_tokens=False).ids, EOS]
+        running.cached = self._memory.enter(request.prompt, request.cache_salt)
         self._stats.prompt_tokens += len(request.prompt)
+        self._stats.cached_tokens += running.cached
         self._running[request.request_id] = running
         self._misbehave(running)
 
@@ -253,6 +277,7 @@ class FakeEngine:
         delta = RequestDelta(running.request.request_id, tokens, finish, error)
         if first:
             delta.scheduled_at = running.scheduled_at
+            delta.cached_tokens = running.cached
             if params.prompt_logprobs is not None:
                 delta.prompt_logprobs = [fake_logprobs(t, params.prompt_logprobs) for t in running.request.prompt[1:]]
         if params.logprobs is not None:
