@@ -16,6 +16,9 @@ from bladellm_runtime.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+AttnCls = Literal["ragged_flash", "paged"]
+KvCacheQuant = Literal["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
+KvArenaKind = Literal["auto", "memfd", "cuda", "relocating"]
 GIB = 1024**3
 
 
@@ -76,8 +79,31 @@ class EngineArgs:
         None, "KV cache in GiB instead of a share of the memory (on a CPU the default is 4).",
         group="Engine", low=0.0001, high=100_000,
     )  # fmt: skip
-    kv_arena: Literal["auto", "memfd", "relocating"] = flag(
-        "auto", "RaggedAttention memory: memfd maps granules (CPU), relocating moves them (any device).", group="Engine"
+    attn_cls: AttnCls = flag(
+        "ragged_flash",
+        "Where KV lies: ragged_flash keeps each sequence contiguous, paged behind a table (for comparison).",
+        group="KV cache",
+    )
+    kv_arena: KvArenaKind = flag(
+        "auto",
+        "RaggedAttention memory: cuda and memfd (CPU) map granules, relocating moves them (any device).",
+        group="KV cache",
+    )
+    kv_cache_quant: KvCacheQuant = flag(
+        "no_quant", "How keys and values are stored, rounded per token and head.", group="KV cache"
+    )
+    kv_cache_hadamard: bool = flag(
+        False, "Rotate queries and keys so that outlier channels of keys cost a quantized KV cache less.",
+        group="KV cache",
+    )  # fmt: skip
+    disable_prompt_cache: bool = flag(
+        False, "Compute every prompt in full instead of sharing the KV of equal beginnings.", group="KV cache"
+    )
+    prompt_cache_enable_swap: bool = flag(
+        False, "Keep evicted prompts in host memory, to copy back when they come again.", group="KV cache"
+    )
+    prompt_cache_swap_gib: float = flag(
+        4.0, "Host memory of --prompt_cache_enable_swap in GiB.", group="KV cache", low=0.001, high=100_000
     )
     cpu_threads: int | None = flag(
         None, "Threads of an engine on a CPU; default: all cores but one.", group="Engine", low=1, high=1024
@@ -96,6 +122,7 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
+        refuse_mixed_formats(self.kv_cache_quant)
         check_fields(self)
 
 
@@ -150,6 +177,13 @@ class ServingArgs(EngineArgs):
     strict_params: bool = flag(
         False, "Refuse unknown request fields with 400 instead of ignoring them.", group="Server"
     )
+
+
+def refuse_mixed_formats(kv_cache_quant: object) -> None:
+    """Raise `ConfigError` for BladeLLM's experimental formats that store keys and values differently."""
+    if isinstance(kv_cache_quant, str) and kv_cache_quant.startswith("mix_"):
+        instead = "int4_affine" if kv_cache_quant == "mix_i4i4" else "int8 or int4_affine"
+        raise ConfigError(f"--kv_cache_quant {kv_cache_quant} is not supported; use {instead}")
 
 
 def check_fields(args: Any) -> None:

@@ -13,11 +13,14 @@ OVERLAP_DEPTH = 2
 
 
 class Runner(Protocol):
-    """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result."""
+    """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result; `add_stats`
+    fills in what only the runner's memory knows."""
 
     def launch(self, plan: StepPlan) -> Any: ...
 
     def collect(self, launched: Any) -> StepResult: ...
+
+    def add_stats(self, stats: EngineStats) -> None: ...
 
     def close(self) -> None: ...
 
@@ -72,7 +75,17 @@ class EngineCore:
 
     def stats(self, now: float) -> EngineStats:
         """A reading of the scheduler's and the memory's state."""
-        return self._scheduler.stats(now)
+        stats = self._scheduler.stats(now)
+        self._runner.add_stats(stats)
+        return stats
+
+    def reset_prompt_cache(self) -> None:
+        """Forget cached prompts that no running request uses."""
+        self._scheduler.reset_prompt_cache()
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if the scheduler's state contradicts itself. For tests and idle moments."""
+        self._scheduler.check()
 
     def close(self) -> None:
         """Wait for the steps in flight, then release the runner's memory."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from bladellm_kernels.decode_work import DecodeWorkspace
 
 from bladellm_runtime.engine.upload import upload
 from bladellm_runtime.kv.arena import KvArena
@@ -56,7 +57,11 @@ class StepInputs:
 
 
 def build_inputs(
-    plan: StepPlan, tokens: list[SlotTokens | None], last_token: torch.Tensor, arena: KvArena
+    plan: StepPlan,
+    tokens: list[SlotTokens | None],
+    last_token: torch.Tensor,
+    arena: KvArena,
+    workspace: DecodeWorkspace | None,
 ) -> StepInputs:
     """Flatten a plan. `tokens` is indexed by slot; `last_token` is the device array decode rows read their id from."""
     base_rows = np.array([arena.base_row(slot) for slot in plan.slots], dtype=np.int64)
@@ -64,7 +69,11 @@ def build_inputs(
     query_lens = np.array(plan.query_lens, dtype=np.int64)
     ends = np.cumsum(query_lens)
     positions = np.arange(int(ends[-1]), dtype=np.int64) + np.repeat(starts - (ends - query_lens), query_lens)
+    layer = arena.layer(0)
+    granule_rows = None if layer.table is None else _granule_rows(plan, arena)
     kv_rows = positions + np.repeat(base_rows, query_lens)
+    if layer.paged and granule_rows is not None:
+        kv_rows = granule_rows
     count = plan.num_decode
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
     sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
@@ -77,23 +86,27 @@ def build_inputs(
         starts[:count] + 1,
         _logit_tokens(ends, sampling_rows, scores),
         np.array([plan.slots[row] for row in sampling_rows], dtype=np.int64),
+        np.empty(0, dtype=np.int64) if granule_rows is None else granule_rows,
     ]
     sections += [score.targets for score in scores]
     sent, pinned = upload(sections, last_token.device)
     decode_slots, prompts, *rest = sent[:7]
-    for score, targets in zip(scores, sent[8:], strict=True):
+    for score, targets in zip(scores, sent[9:], strict=True):
         score.wanted = targets
     batch = ForwardBatch(
         input_ids=torch.cat([last_token[decode_slots], prompts]),
         positions=rest[0],
         kv_rows=rest[1],
+        granule_rows=None if granule_rows is None else sent[8],
         num_decode=count,
         decode_base_rows=rest[2],
+        decode_slots=decode_slots,
         decode_kv_lens=rest[3],
         max_decode_kv_len=int(starts[:count].max()) + 1 if count else 0,
         prefills=prefills,
         logit_tokens=rest[4],
         kv=arena,
+        workspace=workspace,
     )
     return StepInputs(batch, sampling_rows, sent[7], scores, pinned)
 
@@ -111,11 +124,28 @@ def _prefill_rows(
         start, count = plan.starts[row], plan.query_lens[row]
         first = int(ends[row]) - count
         chunks.append(known.ids[start : start + count])
-        prefills.append(PrefillRow(first, count, start, int(base_rows[row])))
+        prefills.append(PrefillRow(first, count, start, int(base_rows[row]), plan.slots[row]))
         targets = known.ids[start + 1 : min(start + count + 1, known.prompt_len)]
         if known.prompt_logprobs is not None and len(targets):
             scores.append(PromptScore(row, first, targets, known.prompt_logprobs))
     return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64), prefills, scores
+
+
+def _granule_rows(plan: StepPlan, arena: KvArena) -> IntArray:
+    """For every query token the row of its position counted in granules."""
+    size = arena.spec.granule_tokens
+    rows = np.empty(sum(plan.query_lens), dtype=np.int64)
+    first = 0
+    for slot, start, count in zip(plan.slots, plan.starts, plan.query_lens, strict=True):
+        granules = arena.granules(slot)
+        if count == 1:
+            rows[first] = granules[start // size] * size + start % size
+        else:
+            positions = np.arange(start, start + count, dtype=np.int64)
+            held = np.asarray(granules[start // size : (start + count - 1) // size + 1], dtype=np.int64)
+            rows[first : first + count] = held[positions // size - start // size] * size + positions % size
+        first += count
+    return rows
 
 
 def _logit_tokens(ends: IntArray, sampling_rows: list[int], scores: list[PromptScore]) -> IntArray:

@@ -8,6 +8,7 @@ import concurrent.futures
 from dataclasses import dataclass
 
 import torch
+from bladellm_kernels.decode_work import DecodeWorkspace
 
 from bladellm_runtime.engine.inputs import SlotTokens, StepInputs, build_inputs
 from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
@@ -37,9 +38,12 @@ class ModelRunner:
     `last_token` (int64, one a slot) is how a step hands its tokens to the next one without the CPU seeing them.
     """
 
-    def __init__(self, model: Decoder, arena: KvArena, sampling: SamplingState, num_slots: int) -> None:
+    def __init__(
+        self, model: Decoder, arena: KvArena, sampling: SamplingState, num_slots: int, workspace: DecodeWorkspace | None
+    ) -> None:
         self._model = model
         self._arena = arena
+        self._workspace = workspace
         self._sampling = sampling
         self._sampler = Sampler(sampling)
         self._device = arena.device
@@ -63,11 +67,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> RunningStep:
-        self._arena.apply(plan.unmaps, plan.maps)
+        self._arena.submit(plan.memory)
         for load in plan.loads:
             self._tokens[load.slot] = SlotTokens.of(load)
             self._sampling.load(load)
-        inputs = build_inputs(plan, self._tokens, self._last_token, self._arena)
+        inputs = build_inputs(plan, self._tokens, self._last_token, self._arena, self._workspace)
+        self._arena.wait()
+        self._arena.move(plan.memory.moves)
         hidden = self._model.forward(inputs.batch)
         count = len(inputs.sampling_rows)
         sample_inputs = self._sampler.prepare(plan)

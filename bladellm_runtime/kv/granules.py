@@ -1,62 +1,103 @@
-"""The pool of physical granules: numbers 0..n-1, counted references, handed out in runs where it can."""
+"""The pool of physical granules: which are free, handed out one at a time or as whole blocks. Numbers only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """What the pool hands out: `count` consecutive granules from `first` on, one granule or a whole block."""
+
+    first: int
+    count: int
+
+    @property
+    def granules(self) -> list[int]:
+        return list(range(self.first, self.first + self.count))
 
 
 class GranulePool:
-    """Free granules, and how many slots show each of the others."""
+    """Free granules 0 to n - 1, in blocks of `block_granules` (granules beyond the last full block are never given
+    out whole).
 
-    def __init__(self, num_granules: int) -> None:
-        self._references = [0] * num_granules
-        # A dict as an ordered set: the last one in comes out first, and membership tells whether a run goes on.
-        self._free = dict.fromkeys(reversed(range(num_granules)))
+    Single granules come from blocks that are in use already, so that whole blocks stay whole.
+    """
 
-    def __len__(self) -> int:
-        """Granules that are free."""
-        return len(self._free)
+    def __init__(self, num_granules: int, block_granules: int = 1) -> None:
+        self.num_granules = num_granules
+        self.block_granules = block_granules
+        self.free = num_granules
+        blocks = -(-num_granules // block_granules)
+        # Dicts as ordered sets: the free granules of each block; the blocks of which some, and all, are free.
+        self._free = [dict.fromkeys(self._range(block)) for block in range(blocks)]
+        self._whole = dict.fromkeys(reversed(range(num_granules // block_granules)))
+        self._partial = dict.fromkeys(range(num_granules // block_granules, blocks))
 
-    def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` free granules, each following its predecessor where possible, the first one following `after`.
+    def is_free(self, granule: int) -> bool:
+        return granule in self._free[granule // self.block_granules]
 
-        Raises `MemoryError` and changes nothing when there are too few.
-        """
-        if count > len(self._free):
-            raise MemoryError(f"the KV cache has {len(self._free)} free granules, {count} are needed")
-        taken: list[int] = []
-        last = -2 if after is None else after
-        for _ in range(count):
-            last += 1
-            if last in self._free:
-                del self._free[last]
-            else:
-                last, _ = self._free.popitem()
-            self._references[last] = 1
-            taken.append(last)
-        return taken
+    def take(self, wanted: int | None = None, after: int | None = None) -> Unit:
+        """One granule: `wanted` if it is free, else the one that follows `after` if that costs no whole block, else
+        any. Raises `MemoryError` when the pool is empty."""
+        granule = self._choose(wanted, after)
+        block = granule // self.block_granules
+        self._whole.pop(block, None)
+        free = self._free[block]
+        del free[granule]
+        if free:
+            self._partial[block] = None
+        else:
+            self._partial.pop(block, None)
+        self.free -= 1
+        return Unit(granule, 1)
 
-    def share(self, granules: list[int]) -> None:
-        """Count one more reference to each granule."""
-        for granule in granules:
-            self._references[granule] += 1
+    def take_block(self, wanted: int | None = None) -> Unit | None:
+        """A whole block, the one that starts with granule `wanted` if that is free; None when no block is."""
+        block = -1 if wanted is None else wanted // self.block_granules
+        if block in self._whole:
+            del self._whole[block]
+        elif self._whole:
+            block, _ = self._whole.popitem()
+        else:
+            return None
+        self._free[block].clear()
+        self.free -= self.block_granules
+        return Unit(block * self.block_granules, self.block_granules)
 
-    def give(self, granules: list[int]) -> None:
-        """Drop one reference to each; those without any are free again."""
-        for granule in reversed(granules):
-            self._references[granule] -= 1
-            if self._references[granule] == 0:
-                self._free[granule] = None
+    def give(self, unit: Unit) -> None:
+        """Take back what `take` or `take_block` gave."""
+        block = unit.first // self.block_granules
+        free = self._free[block]
+        free.update(dict.fromkeys(unit.granules))
+        self.free += unit.count
+        if len(free) == self.block_granules:
+            self._partial.pop(block, None)
+            self._whole[block] = None
+        else:
+            self._partial[block] = None
 
+    def check(self) -> None:
+        """Raise `RuntimeError` if the books contradict each other. For tests."""
+        full = [block for block, free in enumerate(self._free) if len(free) == self.block_granules]
+        some = [block for block, free in enumerate(self._free) if 0 < len(free) < self.block_granules]
+        if (
+            self.free != sum(len(free) for free in self._free)
+            or sorted(self._whole) != full
+            or sorted(self._partial) != some
+        ):
+            raise RuntimeError("the granule pool's books contradict each other")
 
-def runs(granules: list[int]) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive granules, as (position in the list, first granule, length)."""
-    found: list[tuple[int, int, int]] = []
-    start = 0
-    for i in range(1, len(granules) + 1):
-        if i == len(granules) or granules[i] != granules[i - 1] + 1:
-            found.append((start, granules[start], i - start))
-            start = i
-    return found
+    def _choose(self, wanted: int | None, after: int | None) -> int:
+        if self.free == 0:
+            raise MemoryError("the KV cache has no free granule")
+        if wanted is not None and self.is_free(wanted):
+            return wanted
+        follower = -1 if after is None else after + 1
+        if 0 < follower < self.num_granules and self.is_free(follower):
+            block = follower // self.block_granules
+            if block in self._partial or not self._partial:
+                return follower
+        blocks = self._partial or self._whole
+        return next(iter(self._free[next(reversed(blocks))]))
 
-
-def added_pieces(owned: list[int], granules: list[int]) -> int:
-    """By how many runs appending `granules` to `owned` makes it longer: one less where the first continues the last."""
-    continued = bool(owned and granules and granules[0] == owned[-1] + 1)
-    return len(runs(granules)) - continued
+    def _range(self, block: int) -> range:
+        return range(block * self.block_granules, min((block + 1) * self.block_granules, self.num_granules))

@@ -1,39 +1,55 @@
 """`ForwardBatch`: everything a forward pass reads about its step, made once by the runner, never changed by a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 
 from bladellm_runtime.kv.arena import KvArena
 
 
 @dataclass(slots=True)
 class PrefillRow:
-    """One prefill chunk: query tokens `[first, first + query_len)` of the flat batch, at positions from `start` on."""
+    """One prefill chunk: query tokens `[first, first + query_len)` of the flat batch, at positions from `start` on of
+    the sequence in `slot`, whose position 0 is row `base_row` of the arena."""
 
     first: int
     query_len: int
     start: int
     base_row: int
+    slot: int
 
 
 @dataclass(slots=True)
 class ForwardBatch:
     """T query tokens of one step, flat, the `num_decode` decode rows first (one token each).
 
-    input_ids, positions: int64 [T]. kv_rows: int64 [T], the arena row each token's K and V go to.
-    decode_base_rows: int64 [num_decode], row of position 0; decode_kv_lens: int64 [num_decode], KV length after the
-    write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R], indices into T whose
-    logits are wanted.
+    input_ids, positions: int64 [T]. kv_rows: int64 [T], the arena row each token's K and V go to; granule_rows: the
+    same counted in granules (granule number * granule_tokens + place), None where layers have no table.
+    decode_base_rows, decode_slots: int64 [num_decode], row of position 0 and slot; decode_kv_lens: int64 [num_decode],
+    KV length after the write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R],
+    indices into T whose logits are wanted. workspace: where decode attention plans its work, None on a CPU.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     kv_rows: torch.Tensor
+    granule_rows: torch.Tensor | None
     num_decode: int
     decode_base_rows: torch.Tensor
+    decode_slots: torch.Tensor
     decode_kv_lens: torch.Tensor
     max_decode_kv_len: int
     prefills: list[PrefillRow]
     logit_tokens: torch.Tensor
     kv: KvArena
+    workspace: DecodeWorkspace | None = None
+    _works: dict[int | None, DecodeWork] = field(default_factory=dict)
+
+    def decode_work(self, window: int | None) -> DecodeWork | None:
+        """How decode attention shares out this step's work: planned once for all layers that see the same window."""
+        if self.workspace is None:
+            return None
+        if window not in self._works:
+            self._works[window] = self.workspace.plan(self.decode_kv_lens, window, 1)
+        return self._works[window]

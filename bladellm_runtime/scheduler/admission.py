@@ -43,5 +43,6 @@ def make_sequence(request: AddRequest, order: int, limits: SchedulerLimits, capa
         prompt_len=prompt_len,
         max_len=prompt_len + answer,
         kv_end=prompt_len + max(answer, 1) - 1,
+        salt=request.cache_salt,
         stops=stops.union(params.stop_token_ids) if params.stop_token_ids else stops,
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from bladellm_runtime.kv.operations import MemoryPlan
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import TokenLogprobs
 
@@ -30,13 +31,12 @@ class StepPlan:
     `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length after the step is
     `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
 
-    Memory: `unmaps` then `maps` are (slot, granules the slot holds afterwards), executed before the forward pass.
+    `memory` is carried out before the forward pass.
     """
 
     step: int
     loads: list[SlotLoad] = field(default_factory=list)
-    unmaps: list[tuple[int, int]] = field(default_factory=list)
-    maps: list[tuple[int, int]] = field(default_factory=list)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
     slots: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)

@@ -18,6 +18,7 @@ class Planner:
     def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
         self._limits = limits
         self._roster = roster
+        self._half_granule = roster.slots.granule_tokens // 2
         self._short_rows = 0
 
     def fill(self, plan: StepPlan, now: float) -> None:
@@ -41,6 +42,8 @@ class Planner:
             starts.append(start)
             seq.planned = start = start + 1
             seq.last_step = step
+            if seq.reserved - start == self._half_granule:
+                self._roster.slots.map_ahead(seq)
             if start == seq.kv_end:
                 last_rows.append(seq)
         plan.num_decode = len(slots)
@@ -89,6 +92,7 @@ class Planner:
         plan.query_lens.append(tokens)
         seq.planned += tokens
         seq.last_step = plan.step
+        self._roster.slots.remember(seq)
         done = seq.planned == seq.prefill_end
         plan.samples.append(done and seq.max_len > seq.prompt_len)
         if done:

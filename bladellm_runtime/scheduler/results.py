@@ -19,6 +19,7 @@ class ResultReader:
         self._roster = roster
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        self.cached_tokens = 0
 
     def read(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """The deltas of a step, in row order."""
@@ -59,6 +60,7 @@ class ResultReader:
     def _accept(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         """Append a sampled token and end the sequence if it was its last."""
         if token is None or token < 0:
+            seq.failed = True
             return self._end(seq, RequestDelta(seq.request_id, [], error=INVALID_LOGITS), FinishReason.ERROR)
         tokens = seq.tokens
         tokens.append(token)
@@ -76,7 +78,9 @@ class ResultReader:
         delta.scheduled_at = seq.scheduled_at
         if seq.params.prompt_logprobs is not None:
             delta.prompt_logprobs = seq.prompt_logprobs
+        delta.cached_tokens = min(max(seq.cached, 0), seq.prompt_len)
         self.prompt_tokens += seq.prompt_len
+        self.cached_tokens += delta.cached_tokens
 
     def _end(self, seq: Sequence, delta: RequestDelta, finish: FinishReason) -> RequestDelta:
         delta.finish = finish

@@ -1,6 +1,7 @@
 """`Roster`: every live sequence, the list it is in, the slot it holds; and the only transitions between states."""
 
 import logging
+from collections.abc import Iterator
 from itertools import chain
 
 from bladellm_runtime.kv.accounting import KvAccounting
@@ -41,10 +42,10 @@ class Roster:
         seq = self.waiting[0]
         if self.slots.full or seq.last_step > self.slots.completed:
             return None
-        spare = policy.headroom(seq, chain(self.prefilling, self.decoding))
+        spare = policy.headroom(seq, self.running())
         if not self.slots.acquire(seq, policy.admission_tokens(seq), spare):
             return None
-        seq.planned, seq.prefill_end = 0, len(seq.tokens)
+        seq.prefill_end = len(seq.tokens)
         if seq.scheduled_at is None:
             seq.scheduled_at = now
         self._move(seq, State.PREFILL)
@@ -56,6 +57,10 @@ class Roster:
             self.drain(seq)
         else:
             self._move(seq, State.DECODE)
+
+    def running(self) -> Iterator[Sequence]:
+        """The sequences that hold a slot and have tokens to plan."""
+        return chain(self.prefilling, self.decoding)
 
     def newest_running(self) -> Sequence:
         """The sequence that gives way first. Something must be running."""

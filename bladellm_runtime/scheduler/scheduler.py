@@ -87,7 +87,7 @@ class Scheduler:
         self._planner.fill(plan, now)
         if not plan.slots:
             return None
-        plan.unmaps, plan.maps = self._memory.drain_ops()
+        plan.memory = self._memory.drain_ops()
         self._planned = plan.step
         self._in_flight.append((plan, now))
         return plan
@@ -103,6 +103,7 @@ class Scheduler:
         slots = self._roster.slots
         slots.completed = plan.step
         deltas = self._reader.read(plan, result)
+        self._memory.complete(plan.step)
         slots.release_retired()
         self._step_seconds += max(0.0, now - max(planned_at, self._last_completion))
         self._last_completion = now
@@ -113,7 +114,13 @@ class Scheduler:
         self._steps_before = self._roster.slots.completed
         self._step_seconds = 0.0
         self._roster.preemptions = 0
-        self._reader.prompt_tokens = self._reader.generated_tokens = 0
+        self._reader.prompt_tokens = self._reader.generated_tokens = self._reader.cached_tokens = 0
+
+    def reset_prompt_cache(self) -> None:
+        """Forget cached prompts that no live request uses; only while no step is in flight."""
+        if self._in_flight:
+            raise RuntimeError("the prompt cache is reset while a step is in flight")
+        self._memory.reset_prompt_cache()
 
     def stats(self, now: float) -> EngineStats:
         """A reading of the counters and of the KV memory. A draining sequence counts as running."""
@@ -131,6 +138,11 @@ class Scheduler:
             preemptions=self._roster.preemptions,
             prompt_tokens=self._reader.prompt_tokens,
             generated_tokens=self._reader.generated_tokens,
+            cached_tokens=self._reader.cached_tokens,
+            kv_granules_cached=self._memory.cache.idle,
+            kv_granules_shared=self._memory.cache.shared,
+            kv_tokens_unused=sum(seq.reserved - seq.planned for seq in self._roster.running()),
+            kv_granules_swapped=self._memory.swap.used,
         )
 
     def check(self) -> None:

@@ -34,6 +34,8 @@ class Sequence:
     completed and in-flight steps write, so it can run ahead of `tokens`. Lengths are in tokens: `max_len` is prompt
     plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
+    `cached` counts the first tokens that the prompt cache had when this residence began, -1 before the first one;
+    `salt` keeps apart whose prompts may be shared.
     """
 
     order: int
@@ -55,6 +57,9 @@ class Sequence:
     last_step: int = 0
     preemptions: int = 0
     scheduled_at: float | None = None
+    salt: str = ""
+    cached: int = -1
+    failed: bool = False
 
     @property
     def generated(self) -> int:

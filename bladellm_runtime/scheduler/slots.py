@@ -12,6 +12,7 @@ class RetiredSlot(NamedTuple):
     slot: int
     last_step: int
     granules: int
+    seq: Sequence
 
 
 class SlotTable:
@@ -32,6 +33,10 @@ class SlotTable:
         self.completed = 0
 
     @property
+    def granule_tokens(self) -> int:
+        return self._memory.spec.granule_tokens
+
+    @property
     def full(self) -> bool:
         """True when every slot is held or retired."""
         return self._memory.live == self._memory.spec.num_slots
@@ -39,18 +44,21 @@ class SlotTable:
     def acquire(self, seq: Sequence, tokens: int, headroom: int) -> bool:
         """Give a sequence a slot that holds `tokens` tokens, if `headroom` granules stay obtainable after that.
 
-        False, with nothing changed, if there is no room. There must be a slot (`not full`).
+        The sequence starts with what the prompt cache has of it. False, with nothing changed, if there is no room.
         """
-        if self._memory.spec.granules(tokens) + headroom > self._memory.available():
+        read = seq.params.prompt_logprobs is None
+        admission = self._memory.admit(seq.tokens, tokens, headroom, seq.salt, read)
+        if admission is None:
             return False
-        slot = self._memory.acquire_slot()
-        if slot is None:
-            raise RuntimeError("no slot is free")
+        slot = admission.slot
         self._generations[slot] += 1
         self.owner[slot] = seq
         seq.slot, seq.generation = slot, self._generations[slot]
-        if not self.grow(seq, tokens):
-            raise RuntimeError(f"slot {slot} cannot hold {tokens} tokens although the KV accounting has room for them")
+        seq.planned = admission.cached
+        if seq.cached < 0:
+            seq.cached = admission.cached
+        spec = self._memory.spec
+        seq.reserved = spec.granules(tokens) * spec.granule_tokens
         return True
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
@@ -69,10 +77,10 @@ class SlotTable:
     def retire(self, seq: Sequence) -> None:
         """Give the sequence's slot back, at once or after its last step. Until then its results still reach it."""
         if seq.last_step <= self.completed:
-            self._release(seq.slot)
+            self._release(seq.slot, seq)
         else:
             granules = self._memory.spec.granules(seq.reserved)
-            self.retired.append(RetiredSlot(seq.slot, seq.last_step, granules))
+            self.retired.append(RetiredSlot(seq.slot, seq.last_step, granules, seq))
 
     def disown(self, seq: Sequence) -> None:
         """Drop whatever steps in flight still produce for a sequence."""
@@ -83,15 +91,24 @@ class SlotTable:
         """Give back the retired slots that no step in flight contains any more."""
         if not self.retired:
             return
-        due = [item.slot for item in self.retired if item.last_step <= self.completed]
+        due = [item for item in self.retired if item.last_step <= self.completed]
         self.retired = [item for item in self.retired if item.last_step > self.completed]
-        for slot in due:
-            self._release(slot)
+        for item in due:
+            self._release(item.slot, item.seq)
 
     def retired_granules(self) -> int:
         """Granules that come back once the steps in flight have completed."""
-        return sum(item.granules for item in self.retired)
+        return sum(item.granules for item in self.retired) + self._memory.moving
 
-    def _release(self, slot: int) -> None:
+    def map_ahead(self, seq: Sequence) -> None:
+        """Let the sequence's next granule be mapped before it is needed."""
+        self._memory.map_ahead(seq.slot, seq.planned)
+
+    def remember(self, seq: Sequence) -> None:
+        """Let others share what the sequence's planned chunks write."""
+        self._memory.remember(seq.slot, seq.tokens, seq.planned)
+
+    def _release(self, slot: int, seq: Sequence) -> None:
+        """Give a slot back. What its steps wrote is known as far as their tokens came in."""
         self.owner[slot] = None
-        self._memory.release_slot(slot)
+        self._memory.release_slot(slot, seq.tokens, min(seq.planned, len(seq.tokens)), valid=not seq.failed)

@@ -5,6 +5,7 @@ import torch
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.factory import arena_kind, make_arena, page_bytes
+from bladellm_runtime.kv.operations import MemoryPlan, Show
 from bladellm_runtime.kv.sizing import kv_groups, plan_spec
 from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow
 from bladellm_runtime.models.decoder import Decoder
@@ -22,9 +23,10 @@ class WindowForward:
         self.model = model
         self._window = window
         self._arena = window_arena(model, window, batch)
-        granules = self._arena.spec.granules(window)
-        for slot in range(batch):
-            self._arena.map(slot, granules)
+        count = self._arena.spec.granules(window)
+        shown = [Show(slot, 0, list(range(slot * count, (slot + 1) * count))) for slot in range(batch)]
+        self._arena.submit(MemoryPlan(views=list(shown)))
+        self._arena.wait()
         self._bases = [self._arena.base_row(slot) for slot in range(batch)]
 
     def __enter__(self) -> "WindowForward":
@@ -45,11 +47,13 @@ class WindowForward:
             input_ids=windows.to(device).flatten(),
             positions=offsets.repeat(count),
             kv_rows=(bases + offsets).flatten(),
+            granule_rows=None,
             num_decode=0,
             decode_base_rows=none,
+            decode_slots=none,
             decode_kv_lens=none,
             max_decode_kv_len=0,
-            prefills=[PrefillRow(row * length, length, 0, self._bases[row]) for row in range(count)],
+            prefills=[PrefillRow(row * length, length, 0, self._bases[row], row) for row in range(count)],
             logit_tokens=(firsts + offsets[:-1]).flatten(),
             kv=self._arena,
         )

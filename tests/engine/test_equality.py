@@ -18,6 +18,8 @@ WAYS = {
     "chunks of 7": {"prefill_chunk_tokens": 7},
     "chunks of 7, no overlap": {"prefill_chunk_tokens": 7, "disable_overlap": True},
     "relocating": {"kv_arena": "relocating"},
+    "paged": {"attn_cls": "paged"},
+    "no prompt cache": {"disable_prompt_cache": True},
     "steps of 32 tokens": {"ragged_flash_max_batch_tokens": 32},
 }
 
@@ -71,7 +73,16 @@ def test_each_prompt_alone_equals_transformers(model, device, overlap):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"disable_overlap": True}, {"prefill_chunk_tokens": 7}, {"kv_arena": "relocating"}]
+    "options",
+    [
+        {},
+        {"disable_overlap": True},
+        {"prefill_chunk_tokens": 7},
+        {"kv_arena": "relocating"},
+        {"attn_cls": "paged"},
+        {"disable_prompt_cache": True},
+        {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
+    ],
 )
 def test_preemption_does_not_change_tokens(model, device, options):
     """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from bladellm_kernels.kv_format import NO_QUANT
+from bladellm_kernels.kv_layer import KvLayer
 
-from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.arena import KvArena, KvShape
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow
 from bladellm_runtime.models.config import read_model_spec
@@ -37,26 +39,24 @@ class RowArena(KvArena):
     def __init__(self, model: Decoder, slots: int, max_tokens: int) -> None:
         spec = model.spec
         sizes = KvSpec((KvGroup(tuple(range(spec.layers)), 1),), max_tokens, slots, slots, max_tokens)
-        super().__init__(sizes, spec.kv_heads, spec.head_dim, model.dtype, model.device)
+        super().__init__(sizes, KvShape(spec.kv_heads, spec.head_dim, model.dtype, NO_QUANT), model.device)
         shape = (slots * max_tokens, spec.layers, 2, spec.kv_heads, spec.head_dim)
         self.rows = torch.full(shape, torch.nan, dtype=model.dtype, device=model.device)
 
-    def map(self, slot: int, granules: int) -> None: ...
+    def submit(self, plan) -> None: ...
 
-    def unmap(self, slot: int, granules: int) -> None: ...
-
-    def alias(self, source: int, target: int, granules: int) -> None: ...
+    def move(self, moves) -> None: ...
 
     def close(self) -> None: ...
 
     def base_row(self, slot: int) -> int:
         return slot * self.spec.max_tokens
 
-    def layer_kv(self, layer: int) -> torch.Tensor:
-        return self.rows[:, layer]
+    def layer(self, index: int) -> KvLayer:
+        return KvLayer(self.rows[:, index], NO_QUANT, self.spec.granule_tokens)
 
-    def mapped(self, slot: int) -> int:
-        return 1
+    def granules(self, slot: int) -> list[int]:
+        return [slot]
 
 
 def save_tiny(folder: Path, family: str, max_shard_size: str = "1GB", **options) -> transformers.PreTrainedModel:
@@ -101,7 +101,7 @@ class Sequences:
         prefills, first = [], 0
         for index, (slot, tokens) in enumerate(rows):
             if index >= count:
-                prefills.append(PrefillRow(first, len(tokens), self.lengths[slot], bases[index]))
+                prefills.append(PrefillRow(first, len(tokens), self.lengths[slot], bases[index], slot))
             first += len(tokens)
         kv_rows = [bases[i] + self.lengths[s] + o for i, (s, t) in enumerate(rows) for o in range(len(t))]
         for slot, tokens in rows:
@@ -111,8 +111,10 @@ class Sequences:
             input_ids=self._tensor([token for _, tokens in rows for token in tokens]),
             positions=self._tensor(positions),
             kv_rows=self._tensor(kv_rows),
+            granule_rows=None,
             num_decode=count,
             decode_base_rows=self._tensor(bases[:count]),
+            decode_slots=self._tensor([slot for slot, _ in rows[:count]]),
             decode_kv_lens=self._tensor(kv_lens),
             max_decode_kv_len=max(kv_lens, default=0),
             prefills=prefills,

@@ -1,0 +1,199 @@
+"""Soak the engine with random requests and see that nothing is lost: `python recipes/benchmarks/soak.py MODEL`.
+
+Conversations that share beginnings, come back with another turn, use different salts, are aborted at random and need
+more KV memory than there is: sharing, eviction, swap and preemption all happen at once. At the end every counter must
+be zero again and, unless `--check 0`, a sample of the answers must equal those of an engine without any of it.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+
+SALTS = ("", "", "", "tenant-a", "tenant-b")
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that runs, or ran: its prompt and what it has got so far."""
+
+    prompt: list[int]
+    salt: str
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class Traffic:
+    """Draws requests: new conversations over a few shared beginnings, and further turns of old ones."""
+
+    def __init__(self, rng: random.Random, vocab: int, max_len: int) -> None:
+        self._rng = rng
+        self._vocab = vocab
+        self._max_len = max_len
+        self._beginnings = [self._draw(rng.randint(1, max_len // 2)) for _ in range(6)]
+        self._old: list[Job] = []
+
+    def next(self) -> Job:
+        """The next request to send."""
+        rng = self._rng
+        if self._old and rng.random() < 0.4:
+            before = rng.choice(self._old)
+            prompt, salt = before.prompt + before.tokens, before.salt
+        else:
+            prompt = rng.choice(self._beginnings)[: rng.randint(0, self._max_len)]
+            salt = rng.choice(SALTS)
+        prompt = prompt + self._draw(int(rng.paretovariate(0.8)) + 1)
+        answer = min(1 + int(rng.expovariate(1 / 60)), self._max_len // 4)
+        return Job(prompt[: self._max_len - answer], salt, answer)
+
+    def remember(self, job: Job) -> None:
+        """A conversation that may go on."""
+        self._old.append(job)
+        if len(self._old) > 200:
+            self._old.pop(self._rng.randrange(200))
+
+    def _draw(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._vocab) for _ in range(min(count, self._max_len))]
+
+
+class Soak:
+    """One engine under random load."""
+
+    def __init__(self, engine: Engine, rng: random.Random, streams: int) -> None:
+        self.core = engine.core
+        self.finished: list[Job] = []
+        self.aborted = 0
+        self._rng = rng
+        self._streams = streams
+        self._traffic = Traffic(rng, engine.ready.vocab_size, engine.ready.max_model_len)
+        self._running: dict[int, Job] = {}
+        self._next_id = 0
+
+    def run(self, seconds: float, requests: int) -> None:
+        """Send requests for `seconds`, at most `requests`, then let those that run finish."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._next_id < requests:
+            while len(self._running) < self._streams and self._rng.random() < 0.5:
+                self._send()
+            if self._running and self._rng.random() < 0.02:
+                self._abort()
+            self._read(self.core.step())
+        while not self.core.idle:
+            self._read(self.core.step())
+
+    def _send(self) -> None:
+        job = self._traffic.next()
+        self._next_id += 1
+        self._running[self._next_id] = job
+        params = SamplingParams(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True)
+        self._read(self.core.add(AddRequest(self._next_id, job.prompt, params, 0, time.monotonic(), job.salt)))
+
+    def _abort(self) -> None:
+        self.aborted += 1
+        self._read(self.core.abort([self._rng.choice(list(self._running))]))
+
+    def _read(self, deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            job = self._running[delta.request_id]
+            job.tokens += delta.tokens
+            if delta.finish is not None:
+                job.finish = delta.finish
+                del self._running[delta.request_id]
+                self._traffic.remember(job)
+                if delta.finish is FinishReason.LENGTH:
+                    self.finished.append(job)
+
+
+def leftovers(engine: Engine) -> dict[str, int]:
+    """Counters of an idle engine that are not zero though they must be, after its prompt cache is dropped."""
+    engine.core.check()
+    engine.core.reset_prompt_cache()
+    stats = engine.core.stats(time.monotonic())
+    names = ("running", "waiting", "kv_granules_used", "kv_granules_cached", "kv_granules_shared", "kv_tokens_unused",
+             "kv_granules_swapped")  # fmt: skip
+    return {name: getattr(stats, name) for name in names if getattr(stats, name)}
+
+
+def differing(jobs: list[Job], options: dict[str, Any]) -> int:
+    """How many answers differ from those of an engine without prompt cache, shared memory or pressure."""
+    engine = build_engine(EngineArgs(**options))
+    count = 0
+    for job in jobs:
+        params = SamplingParams(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True)
+        engine.core.add(AddRequest(0, job.prompt, params, 0, time.monotonic()))
+        tokens: list[int] = []
+        while not engine.core.idle:
+            for delta in engine.core.step():
+                tokens += delta.tokens
+        count += tokens != job.tokens
+    engine.core.close()
+    return count
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Soak, drain, count what is left, compare."""
+    common: dict[str, Any] = {
+        "model": args.model, "device": args.device, "dtype": args.dtype, "load_format": args.load_format,
+        "max_model_len": args.max_model_len, "kv_cache_quant": args.kv_cache_quant,
+    }  # fmt: skip
+    descriptors = len(os.listdir("/proc/self/fd"))
+    engine = build_engine(
+        EngineArgs(
+            **common, attn_cls=args.attn_cls, kv_cache_gib=args.kv_cache_gib, max_running_requests=args.streams,
+            prompt_cache_enable_swap=args.swap_gib > 0, prompt_cache_swap_gib=args.swap_gib or 1.0,
+        )
+    )  # fmt: skip
+    soak = Soak(engine, random.Random(args.seed), 2 * args.streams)
+    soak.run(args.minutes * 60, args.requests)
+    stats: EngineStats = engine.core.stats(time.monotonic())
+    found: dict[str, Any] = {
+        "requests": len(soak.finished) + soak.aborted, "aborted": soak.aborted, "steps": stats.steps,
+        "preemptions": stats.preemptions, "generated_tokens": stats.generated_tokens,
+        "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens, "maps": stats.kv_maps,
+        "left": leftovers(engine),
+    }  # fmt: skip
+    engine.core.close()
+    found["descriptors_left"] = max(0, len(os.listdir("/proc/self/fd")) - descriptors)
+    if args.check:
+        sample = random.Random(args.seed).sample(soak.finished, min(args.check, len(soak.finished)))
+        found |= {"compared": len(sample), "differing": differing(sample, {**common, "disable_prompt_cache": True})}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="model folder")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--requests", type=int, default=10**9, help="stop after so many requests")
+    parser.add_argument("--streams", type=int, default=16, help="requests that run at once; as many wait")
+    parser.add_argument("--kv_cache_gib", type=float, default=0.25)
+    parser.add_argument("--swap_gib", type=float, default=0.1, help="0: no swap")
+    parser.add_argument("--check", type=int, default=50, help="answers to compare with a plain engine's")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("device", "auto"), ("dtype", "float32"), ("load_format", "auto"),
+                          ("attn_cls", "ragged_flash"), ("kv_cache_quant", "no_quant")):  # fmt: skip
+        parser.add_argument(f"--{name}", default=default)
+    parser.add_argument("--max_model_len", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = report(args)
+    text = json.dumps(found, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+    sys.exit(bool(found["left"] or found.get("differing")))
+
+
+if __name__ == "__main__":
+    main()
