@@ -141,7 +141,7 @@ def sections_on_a_small_pool() -> None:
     ceilings.ROW_BYTES, ceilings.HEAD_BYTES, ceilings.ROW_LAYERS = (512, 1024), (256, 128), (1, 2)
     ceilings.MOST_LAYERS, ceilings.LINEAR_BYTES = 2, 2**20
     ceilings.LINEAR_SHAPES, ceilings.LINEAR_ROWS = ((64, 48), (32, 128)), (1, 3)
-    bench = ceilings.Bench(Millisecond(), quick=True, sms=3, device="cpu")
+    bench = ceilings.Bench(Millisecond(), Millisecond(), quick=True, sms=3, device="cpu")
     for section in (ceilings.copy, ceilings.read, ceilings.read_interleaved, ceilings.linear):
         figures = list(section(bench))
         assert len(figures) == {"copy": 1, "read": 2, "rows": 8, "linear": 4}[figures[0].section]
