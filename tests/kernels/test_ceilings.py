@@ -141,7 +141,7 @@ def sections_on_a_small_pool() -> None:
     ceilings.ROW_BYTES, ceilings.HEAD_BYTES, ceilings.ROW_LAYERS = (512, 1024), (256, 128), (1, 2)
     ceilings.MOST_LAYERS, ceilings.LINEAR_BYTES = 2, 2**20
     ceilings.LINEAR_SHAPES, ceilings.LINEAR_ROWS = ((64, 48), (32, 128)), (1, 3)
-    bench = ceilings.Bench(Millisecond(), quick=True, sms=3, device="cpu")
+    bench = ceilings.Bench(Millisecond(), Millisecond(), quick=True, sms=3, device="cpu")
     for section in (ceilings.copy, ceilings.read, ceilings.read_interleaved, ceilings.linear):
         figures = list(section(bench))
         assert len(figures) == {"copy": 1, "read": 2, "rows": 8, "linear": 4}[figures[0].section]
@@ -154,6 +154,34 @@ def sections_on_a_small_pool() -> None:
 
 def test_figures_follow_from_bytes_and_time():
     interpreted("sections_on_a_small_pool")
+
+
+def test_the_fastest_schedule_is_measured_again_and_must_read_everything(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    ceilings, kernels = importlib.import_module("ceilings"), importlib.import_module("read_kernels")
+    schedules = [kernels.ReadSchedule(programs, 2048) for programs in (3, 1, 2)]
+    parts, measured = list(random_words(4, 10)), []
+
+    def read(part, sums, schedule) -> None:
+        sums.zero_()
+        sums[-1] = part.sum(dtype=torch.int64)
+        measured.append(schedule.programs_per_sm)
+
+    class Timer:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def replayed(self, works) -> float:
+            for work in works:
+                work()
+            return self.seconds * measured[-1]
+
+    bench = ceilings.Bench(Timer(5.0), Timer(1.0), quick=False, sms=2, device="cpu")
+    total = int(torch.stack(parts).long().sum()) % 2**32
+    assert bench.fastest(parts, total, read, schedules) == (5.0, schedules[1])
+    assert measured == [3] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+    with pytest.raises(RuntimeError, match="not every word"):
+        bench.fastest(parts[1:], total, read, schedules)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
