@@ -1,69 +1,142 @@
 """The arena interface: KV memory that grows per slot and stays contiguous in each slot's address range."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
+from bladellm_kernels.kv_format import KvFormat
+from bladellm_kernels.kv_layer import KvLayer
 
+from bladellm_runtime.kv.operations import Copy, MemoryPlan, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token of one layer is: heads, numbers a head, and how they are stored (`dtype` is the model's)."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    format: KvFormat
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer, without scales."""
+        return 2 * self.kv_heads * self.format.width(self.head_dim) * self.format.dtype(self.dtype).itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one token's scales and zeros in one layer."""
+        return 2 * self.kv_heads * self.format.planes * torch.float16.itemsize
+
+
+KEPT_DURATIONS = 4096
+"""How many of the latest mapping calls `ArenaStats` remembers the durations of."""
+
+
+class MemoryEvent(NamedTuple):
+    """Something an arena did, from `start` to `end` in seconds of `time.perf_counter`: show, hide, split, join, or
+    wait, which is a step waiting for the others."""
+
+    start: float
+    end: float
+    kind: str
+
+
+@dataclass(slots=True)
+class ArenaStats:
+    """Counted since the arena's start. `map_seconds`: the latest mapping calls, each of one granule or block in one
+    layer group (or of a run of granules, where one call maps that); in no order. `wait_seconds`: how long steps had to
+    wait for mappings. `splits` and `joins`: blocks whose memory was replaced to be taken otherwise than before.
+    `events` stays empty until `trace`.
+    """
+
+    maps: int = 0
+    unmaps: int = 0
+    map_seconds: list[float] = field(default_factory=list)
+    wait_seconds: float = 0.0
+    relocated_granules: int = 0
+    splits: int = 0
+    joins: int = 0
+    events: deque[MemoryEvent] = field(default_factory=lambda: deque(maxlen=0))
+
+    def mapped(self, seconds: float) -> None:
+        """Count a mapping call."""
+        if len(self.map_seconds) < KEPT_DURATIONS:
+            self.map_seconds.append(seconds)
+        else:
+            self.map_seconds[self.maps % KEPT_DURATIONS] = seconds
+        self.maps += 1
+
+    def trace(self, limit: int) -> None:
+        """Keep the latest `limit` events from now on; 0 ends it."""
+        self.events = deque(maxlen=limit)
 
 
 class KvArena(ABC):
     """Physical KV memory behind a `KvSpec`.
 
-    Every layer is seen as one tensor of *rows* (`layer_kv`), a row being one token's K and V; a slot's token at
-    position p is row `base_row(slot) + p`. Only rows inside a slot's mapped granules may be touched.
+    A slot's token at position p is row `base_row(slot) + p` of every layer (`KvLayer.payload`), or what the table says
+    in paged memory. Only rows inside granules the slot shows may be touched. Fresh memory is zero.
+
+    For each plan, in order: `submit`, `wait`, `move`, then the step's kernels on the current stream.
+
+    What a granule contains, it contains in every slot that shows it, until its block is taken otherwise than before:
+    as a whole after single granules, or as single granules after a whole. Then its contents, and all views of it, are
+    gone: slots that are to see the new granules must be shown them. A block may be taken otherwise, and a granule be
+    shown anew, once no step in flight touches it, moves included. Contents of one granule are moved only while a slot
+    shows it where `shares` is False.
     """
 
-    relocates: ClassVar[bool] = False
-    """Whether held granules are in the way of others; idle slots should then keep none (`KvAccounting.retain`)."""
+    shares: ClassVar[bool] = True
+    """Whether several slots can show the same granule; where not, each granule is shown by at most one slot and
+    slots must give up (`Hide`) what they do not use, since it is in the way of others."""
 
-    def __init__(self, spec: KvSpec, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    sticky: ClassVar[bool] = False
+    """Whether views that nobody needs any more may stay for ever, at no cost. Where not, slots should `Hide` them when
+    their request ends: they are in the way of others, or use up the mappings a process may have."""
+
+    def __init__(self, spec: KvSpec, shape: KvShape, device: torch.device) -> None:
         self.spec = spec
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
+        self.shape = shape
         self.device = device
+        self.stats = ArenaStats()
 
     @abstractmethod
-    def map(self, slot: int, granules: int) -> None:
-        """Grow a slot to `granules` granules, keeping its contents. Raises `MemoryError` when the pool is empty,
-        leaving the slot as it was."""
+    def submit(self, plan: MemoryPlan) -> None:
+        """Start a plan's views. Earlier plans' steps may still run: what they touch is left alone by the plan.
+
+        Raises `ValueError` for a plan that cannot be meant: numbers outside the arena, gaps, or contradictions.
+        """
+
+    def wait(self) -> None:
+        """Return when the `views` of the last submitted plan, and all views of earlier plans, are in force.
+
+        Raises `MemoryError` if one failed; the slot then shows its granules before the failed position only, and the
+        other views are in force.
+        """
+        return
 
     @abstractmethod
-    def unmap(self, slot: int, granules: int) -> None:
-        """Shrink a slot to its first `granules` granules; the rest go back to the pool."""
-
-    @abstractmethod
-    def alias(self, source: int, target: int, granules: int) -> None:
-        """Give an empty slot the first `granules` granules of another: shared memory where the arena can map a
-        granule twice, a copy where it cannot."""
+    def move(self, moves: Sequence[Copy | SwapOut | SwapIn]) -> None:
+        """Queue the copies, in order, on the current stream."""
 
     @abstractmethod
     def base_row(self, slot: int) -> int:
-        """Row of the slot's position 0 in every `layer_kv` tensor; may change after `map` on relocating arenas."""
+        """Row of the slot's position 0 in every layer; may change with `submit` where `shares` is False."""
 
     @abstractmethod
-    def layer_kv(self, layer: int) -> torch.Tensor:
-        """One layer's rows, `[rows, 2, kv_heads, head_dim]`, K at index 0 and V at 1; stable over the arena's life."""
+    def granules(self, slot: int) -> Sequence[int]:
+        """The granules a slot shows, first to last, by the plans submitted so far."""
 
     @abstractmethod
-    def mapped(self, slot: int) -> int:
-        """Granules the slot holds."""
+    def layer(self, index: int) -> KvLayer:
+        """One layer; stable over the arena's life."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back. Tensors from `layer_kv` must not be used afterwards."""
-
-    def view(self, slot: int, layer: int, tokens: int) -> torch.Tensor:
-        """The first `tokens` tokens of a slot in one layer, `[tokens, 2, kv_heads, head_dim]`, without a copy."""
-        base = self.base_row(slot)
-        return self.layer_kv(layer)[base : base + tokens]
-
-    def apply(self, unmaps: Sequence[tuple[int, int]], maps: Sequence[tuple[int, int]]) -> None:
-        """Execute a step plan's memory lists, unmaps first."""
-        for slot, granules in unmaps:
-            self.unmap(slot, granules)
-        for slot, granules in maps:
-            self.map(slot, granules)
+        """Give the memory back; may be called again. Tensors of layers must not be used afterwards."""

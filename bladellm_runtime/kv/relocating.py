@@ -3,80 +3,82 @@
 What virtual memory does with mappings this does with copies on the device: a slot that outgrows its place moves.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.arena import KvShape
 from bladellm_runtime.kv.extents import ExtentMap, Move
+from bladellm_runtime.kv.granule_arena import GranuleArena
+from bladellm_runtime.kv.operations import Copy, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.paged import layer_tensors
 from bladellm_runtime.kv.spec import KvSpec
 
 SCRATCH_BYTES = 16 << 20
 
 
-class RelocatingArena(KvArena):
-    """One tensor a layer, `[num_granules * granule_tokens, 2, kv_heads, head_dim]`, cut into extents.
+class RelocatingArena(GranuleArena):
+    """One tensor a layer, [num_granules * granule_tokens, 2, Hk, W], cut into extents of granules.
 
-    Copies are ordered with the work of the current stream and never wait for it; after `map`, `base_row` of any slot
-    may have changed. `relocated_granules` counts what had to be copied. Fresh memory is zero.
+    Granule numbers only say whose scales are whose: what a granule contains is in the extent of the slot that shows
+    it, and a granule that no slot shows contains nothing. Copies are ordered with the work of the current stream and
+    never wait for it; after `submit`, `base_row` of any slot may have changed.
     """
 
-    relocates: ClassVar[bool] = True
+    shares: ClassVar[bool] = False
 
-    def __init__(self, spec: KvSpec, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, kv_heads, head_dim, dtype, device)
-        rows = spec.num_granules * spec.granule_tokens
-        num_layers = sum(len(group.layers) for group in spec.groups)
-        shape = (rows, 2, kv_heads, head_dim)
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        scratch_rows = min(rows, max(1, SCRATCH_BYTES // (2 * kv_heads * head_dim * dtype.itemsize)))
-        self._scratch = torch.empty((scratch_rows, 2, kv_heads, head_dim), dtype=dtype, device=device)
+    def __init__(self, spec: KvSpec, shape: KvShape, device: torch.device) -> None:
+        super().__init__(spec, shape, device)
+        self._payloads = layer_tensors(spec, shape, device)
+        rows = self._payloads[0]
+        scratch_rows = min(len(rows), max(1, SCRATCH_BYTES // shape.payload_bytes))
+        self._scratch = torch.empty((scratch_rows, *rows.shape[1:]), dtype=rows.dtype, device=device)
         self._extents = ExtentMap(spec.num_granules)
-        self._closed = False
-        self.relocated_granules = 0
+        self._places: dict[int, tuple[int, int]] = {}
+        """Slot and position of every granule that is shown."""
+        self._present(self._payloads, [rows.unflatten(0, (-1, spec.granule_tokens)) for rows in self._payloads])
 
-    def map(self, slot: int, granules: int) -> None:
-        self._check(slot, granules)
-        for move in self._extents.grow(slot, granules):
-            self._move(move)
-            self.relocated_granules += move.count
-
-    def unmap(self, slot: int, granules: int) -> None:
-        self._check(slot, granules)
-        self._extents.shrink(slot, granules)
-
-    def alias(self, source: int, target: int, granules: int) -> None:
-        self._check(source, granules)
-        self._check(target, granules)
-        if self.mapped(source) < granules or self.mapped(target):
-            raise ValueError(f"slot {source} cannot lend {granules} granules to slot {target}")
-        if granules:
-            self.map(target, granules)
-            self._move(Move(self._extents.start(source), self._extents.start(target), granules))
+    def move(self, moves: Sequence[Copy | SwapOut | SwapIn]) -> None:
+        self._open().move(moves, self._place)
 
     def base_row(self, slot: int) -> int:
         return self._extents.start(slot) * self.spec.granule_tokens
 
-    def layer_kv(self, layer: int) -> torch.Tensor:
-        return self._layers[layer]
-
-    def mapped(self, slot: int) -> int:
-        return self._extents.length(slot)
-
     def close(self) -> None:
-        self._closed = True
-        self._layers.clear()
+        super().close()
+        self._payloads.clear()
         self._scratch = torch.empty(0)
 
-    def _check(self, slot: int, granules: int) -> None:
-        if self._closed:
-            raise ValueError("the KV arena is closed")
-        if not 0 <= slot < self.spec.num_slots or not 0 <= granules * self.spec.granule_tokens <= self.spec.max_tokens:
-            raise ValueError(f"slot {slot} with {granules} granules is outside the KV arena")
+    def _show(self, view: Show) -> None:
+        slot, end = view.slot, view.position + len(view.granules)
+        replaced = range(view.position, end)
+        for position, granule in zip(replaced, view.granules, strict=True):
+            place = self._places.get(granule, (slot, position))
+            if place != (slot, position):
+                raise ValueError(f"granule {granule} is shown already, by slot {place[0]} at {place[1]}")
+        for move in self._extents.grow(slot, end):
+            self._relocate(move)
+            self.stats.relocated_granules += move.count
+        for granule in self._table.granules(slot)[view.position : end]:
+            del self._places[granule]
+        self._places.update(zip(view.granules, ((slot, position) for position in replaced), strict=True))
 
-    def _move(self, move: Move) -> None:
+    def _hide(self, slot: int, keep: int) -> None:
+        for granule in self._table.granules(slot)[keep:]:
+            self._places.pop(granule, None)
+        self._extents.shrink(slot, keep)
+
+    def _place(self, granule: int) -> int:
+        """Where in the tensors a granule is now."""
+        if granule not in self._places:
+            raise ValueError(f"granule {granule} is shown by no slot and has no contents to move")
+        slot, position = self._places[granule]
+        return self._extents.start(slot) + position
+
+    def _relocate(self, move: Move) -> None:
         tokens = self.spec.granule_tokens
-        for rows in self._layers:
+        for rows in self._payloads:
             copy_rows(rows, move.source * tokens, move.target * tokens, move.count * tokens, self._scratch)
 
 

@@ -1,0 +1,128 @@
+"""`CudaArena`: KV memory on a CUDA device, granules mapped into a reserved address range per slot."""
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from bladellm_runtime.kv.arena import KvShape, MemoryEvent
+from bladellm_runtime.kv.cuda_driver import MemoryDriver
+from bladellm_runtime.kv.cuda_memory import CudaMemory
+from bladellm_runtime.kv.dlpack import bytes_at
+from bladellm_runtime.kv.granule_arena import GranuleArena
+from bladellm_runtime.kv.mapped_layers import granule_views, layer_views
+from bladellm_runtime.kv.mapper import Mapper
+from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapOut
+from bladellm_runtime.kv.spec import KvSpec
+
+logger = logging.getLogger(__name__)
+
+
+class MappingFailed(Exception):
+    """A `Show` that could not be carried out, and why (`__cause__`)."""
+
+    def __init__(self, slot: int, position: int) -> None:
+        super().__init__(slot, position)
+        self.slot, self.position = slot, position
+
+
+class CudaArena(GranuleArena):
+    """Every group reserves the addresses of all slots at full length; slot s starts at row `s * max_tokens`, for ever.
+
+    `submit` enters a plan in the table and leaves the driver's calls to a thread, in order; `wait` waits for those of
+    the plan's `views`. Contents are moved where all granules are mapped side by side (`CudaMemory.homes`).
+    """
+
+    sticky: ClassVar[bool] = True
+
+    def __init__(self, spec: KvSpec, shape: KvShape, device: torch.device, driver: MemoryDriver) -> None:
+        super().__init__(spec, shape, device)
+        self._memory = CudaMemory(spec, driver, self.stats, torch.cuda.empty_cache)
+        self._mapper = Mapper(driver.attach)
+        self._ticket = 0
+        self._whole = [True] * (spec.num_granules // spec.block_granules)
+        """How each block was shown last by the plans submitted."""
+        self._release = weakref.finalize(self, _release, self._mapper, self._memory)
+        slots = self._tensors(self._memory.slots, spec.num_slots * spec.max_tokens)
+        homes = self._tensors(self._memory.homes, spec.num_granules * spec.granule_tokens)
+        self._present(layer_views(slots, spec, shape), granule_views(homes, spec))
+
+    def submit(self, plan: MemoryPlan) -> None:
+        self._open()
+        self._check_blocks(plan)
+        for view in plan.views:
+            self._view(view)
+        self._ticket = self._mapper.ticket()
+        for ahead in plan.ahead:
+            self._view(ahead)
+        self._table.upload()
+
+    def wait(self) -> None:
+        self._open()
+        start = time.perf_counter()
+        errors = self._mapper.wait(self._ticket)
+        end = time.perf_counter()
+        self.stats.wait_seconds += end - start
+        self.stats.events.append(MemoryEvent(start, end, "wait"))
+        for error in errors:
+            if not isinstance(error, MappingFailed):
+                raise error
+            self._table.hide(error.slot, error.position)
+        self._table.upload()
+        if errors:
+            slots = sorted({error.slot for error in errors if isinstance(error, MappingFailed)})
+            cause = errors[0].__cause__
+            raise MemoryError(f"KV memory of slots {slots} cannot be mapped: {cause}") from cause
+
+    def close(self) -> None:
+        super().close()
+        self._release()
+
+    def _tensors(self, starts: Sequence[int], tokens: int) -> list[torch.Tensor]:
+        """uint8, the addresses of `tokens` tokens from each group's start on."""
+        groups = zip(starts, self.spec.groups, strict=True)
+        return [bytes_at(start, tokens * group.token_bytes, self.device) for start, group in groups]
+
+    def _show(self, view: Show) -> None:
+        memory = self._memory
+        self._mapper.submit(lambda: _show(memory, view))
+
+    def _hide(self, slot: int, keep: int) -> None:
+        memory = self._memory
+        self._mapper.submit(lambda: memory.hide(slot, keep))
+
+    def _check_blocks(self, plan: MemoryPlan) -> None:
+        """Raise `ValueError` where a plan takes a block both ways, or moves contents that taking it otherwise ends."""
+        length = self.spec.block_granules
+        shows = [view for view in (*plan.views, *plan.ahead) if not isinstance(view, Hide)]
+        taken: dict[int, bool] = {}
+        for view in shows if length > 1 else ():
+            for block in {granule // length for granule in view.granules}:
+                if taken.setdefault(block, view.whole) != view.whole:
+                    raise ValueError(f"block {block} is shown whole and in parts by one plan")
+        ended = {block for block, whole in taken.items() if block < len(self._whole) and self._whole[block] != whole}
+        for move in plan.moves:
+            source = move.source if isinstance(move, Copy) else move.granule if isinstance(move, SwapOut) else -1
+            if source // length in ended:
+                raise ValueError(f"{move} reads a block that the same plan takes otherwise")
+        for block in ended:
+            self._whole[block] = taken[block]
+
+
+def _show(memory: CudaMemory, view: Show) -> None:
+    try:
+        memory.show(view)
+    except (MemoryError, OSError) as error:
+        raise MappingFailed(view.slot, view.position) from error
+
+
+def _release(mapper: Mapper, memory: CudaMemory) -> None:
+    """Finish what is queued, and give the memory back."""
+    mapper.close()
+    try:
+        memory.close()
+    except (MemoryError, OSError) as error:
+        logger.warning("KV memory was not given back: %s", error)

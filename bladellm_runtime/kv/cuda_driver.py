@@ -1,0 +1,157 @@
+"""CUDA virtual memory: `MemoryDriver`, what an arena needs of it, and `CudaDriver`, which is cuda.bindings.driver."""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bladellm_runtime.kv.dlpack import bytes_at
+
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+class MemoryDriver(Protocol):
+    """Addresses and physical memory of one device. Sizes and addresses in bytes, multiples of `granularity`.
+
+    Methods may be called from any thread that called `attach`, and raise `MemoryError` where memory is short, `OSError`
+    with the driver's name of the error otherwise. None waits for work on the device, except `zero` and `synchronize`.
+    """
+
+    granularity: int
+
+    def attach(self) -> None:
+        """Make the device's context current in the calling thread."""
+
+    def reserve(self, size: int) -> int:
+        """A range of addresses without memory."""
+
+    def free(self, address: int, size: int) -> None:
+        """Give a reserved range back, in which nothing is mapped any more."""
+
+    def create(self, size: int) -> int:
+        """Physical memory; its handle. What it contains is unknown."""
+
+    def release(self, handle: int) -> None:
+        """Give physical memory back, which is mapped nowhere any more."""
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Show all of a handle, `size` bytes, at reserved addresses where nothing is mapped, to read and write."""
+
+    def unmap(self, address: int, size: int) -> None:
+        """Undo one `map`, all of it."""
+
+    def zero(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fill mapped (address, size) ranges with zeros, and return when that is done."""
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+
+class CudaDriver:
+    """The driver's calls for one device. `bindings` is the module `cuda.bindings.driver`.
+
+    Holds a reference to the device's primary context, torch's own, for the life of the process.
+    """
+
+    def __init__(self, device: int, bindings: Any) -> None:
+        self._cuda = bindings
+        self._call("cuInit", 0)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
+        self.attach()
+        self._property = bindings.CUmemAllocationProp()
+        self._property.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._property.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._property.location.id = device
+        access = bindings.CUmemAccessDesc()
+        access.location = self._property.location
+        access.flags = bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._access = [access]
+        minimum = bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self._call("cuMemGetAllocationGranularity", self._property, minimum))
+        _, highest = self._call("cuCtxGetStreamPriorityRange")
+        non_blocking = int(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._stream = self._call("cuStreamCreateWithPriority", non_blocking, highest)
+
+    def attach(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    def reserve(self, size: int) -> int:
+        return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+
+    def free(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", address, size)
+
+    def create(self, size: int) -> int:
+        return int(self._call("cuMemCreate", size, self._property, 0))
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        self._call("cuMemMap", address, size, 0, handle, 0)
+        try:
+            self._call("cuMemSetAccess", address, size, self._access, 1)
+        except (MemoryError, OSError):
+            self._call("cuMemUnmap", address, size)
+            raise
+
+    def unmap(self, address: int, size: int) -> None:
+        self._call("cuMemUnmap", address, size)
+
+    def zero(self, ranges: Sequence[tuple[int, int]]) -> None:
+        # On a stream of its own, so that the calling thread's wait is for this alone.
+        for address, size in ranges:
+            self._call("cuMemsetD8Async", address, 0, size, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
+
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the driver; its result, a tuple if there are several. Raises for any error."""
+        error, *results = getattr(self._cuda, name)(*arguments)
+        if int(error):
+            kind = MemoryError if error.name == OUT_OF_MEMORY else OSError
+            raise kind(f"{name}: {error.name}")
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+@functools.cache
+def cuda_driver(device: int) -> CudaDriver:
+    """The driver for a device of this process, opened once.
+
+    Raises `OSError` where there is none, or no cuda-bindings: the driver's Python module, which torch brings along.
+    """
+    try:
+        torch.cuda.init()
+        return CudaDriver(device, importlib.import_module("cuda.bindings.driver"))
+    except (ImportError, RuntimeError, AssertionError) as error:
+        raise OSError(f"CUDA driver calls: {error}") from error
+
+
+def probe(driver: MemoryDriver, device: torch.device) -> None:
+    """Check that one piece of memory can be mapped at two addresses and read at one what was written at the other.
+
+    Raises `OSError` or `MemoryError` where it cannot.
+    """
+    size = driver.granularity
+    first = driver.reserve(2 * size)
+    try:
+        handle = driver.create(size)
+        try:
+            for address in (first, first + size):
+                driver.map(address, size, handle)
+            both = bytes_at(first, 2 * size, device)
+            driver.zero([(first, size)])
+            both[:size].add_(7)
+            seen = int(both[size:].sum())
+            for address in (first, first + size):
+                driver.unmap(address, size)
+        finally:
+            driver.release(handle)
+    finally:
+        driver.free(first, 2 * size)
+    if seen != 7 * size:
+        raise OSError("memory mapped at two addresses is not the same at both")
