@@ -49,15 +49,16 @@ def _codes(levels: torch.Tensor, scale: torch.Tensor, format: KvFormat) -> torch
 
 def _float16_above(x: torch.Tensor) -> torch.Tensor:
     """The least float16 that is not below x >= 0; the largest finite one where there is none."""
-    x = x.clamp(max=FLOAT16_MAX)
+    # Which of 0 and -0 is the larger is anybody's choice: adding 0 leaves only one.
+    x = x.clamp(max=FLOAT16_MAX) + 0.0
     near = x.half()
     return (near.view(torch.int16) + (near.float() < x).short()).view(torch.float16)
 
 
 def _float16_below(x: torch.Tensor) -> torch.Tensor:
     """The largest float16 that is not above x; the lowest finite one where there is none."""
-    x = x.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    x = x.clamp(-FLOAT16_MAX, FLOAT16_MAX) + 0.0
     near = x.half()
     bits = near.view(torch.int16)
-    # Bits count magnitudes: towards zero for a positive number, away from it for a negative one and -0.
+    # Bits count magnitudes: towards zero for a positive number, away from it for a negative one and the -0 it may become.
     return torch.where(near.float() > x, bits + torch.where(bits > 0, -1, 1).short(), bits).view(torch.float16)

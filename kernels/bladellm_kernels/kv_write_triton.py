@@ -19,7 +19,8 @@ MIN_DOT = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def float16_above(x: tl.tensor) -> tl.tensor:
-    x = tl.where(x > 65504.0, 65504.0, x)
+    """As in `kv_quantize`, and so is the next. Adding 0 leaves no -0."""
+    x = tl.where(x > 65504.0, 65504.0, x) + 0.0
     near = x.to(tl.float16)
     bits = near.to(tl.int16, bitcast=True)
     return (bits + (near.to(tl.float32) < x).to(tl.int16)).to(tl.float16, bitcast=True)
@@ -27,7 +28,7 @@ def float16_above(x: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def float16_below(x: tl.tensor) -> tl.tensor:
-    x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)) + 0.0
     near = x.to(tl.float16)
     bits = near.to(tl.int16, bitcast=True)
     step = (near.to(tl.float32) > x).to(tl.int16)
@@ -60,12 +61,24 @@ def codes_of(
     HIGHEST: tl.constexpr,
     OFFSET: tl.constexpr,
     FP8: tl.constexpr,
+    LEAST: tl.constexpr,
+    UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """float32 [TOKENS, HEADS, HALF], as `kv_quantize` makes them; levels are numbers less their zero."""
+    """float32 [TOKENS, HEADS, HALF], as `kv_quantize` makes them; levels are numbers less their zero.
+
+    Of a float8: LEAST is its least normal number, UNIT 1.5 · 2^(23 - bits of its mantissa).
+    """
     steps = levels * inverse[:, :, None]
     steps = tl.where(steps == steps, steps, 0.0)
     steps = tl.minimum(tl.maximum(steps, LOWEST - OFFSET), HIGHEST - OFFSET)
-    if not FP8:
+    if FP8:
+        # Rounded here, since not every cast to float8 rounds halves to even. UNIT times the power of two at or below a
+        # number has neighbours as far apart as float8 has there.
+        bits = steps.to(tl.uint32, bitcast=True)
+        unit = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), LEAST) * UNIT
+        rounded = ((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) + unit) - unit
+        steps = (rounded.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+    else:
         # Floats near 1.5 · 2^23 are whole numbers: adding rounds, halves to even.
         steps = ((steps + 12582912.0) - 12582912.0) + OFFSET
     return steps
@@ -130,7 +143,7 @@ def rotated(
 def quantized(
     first: tl.tensor, second: tl.tensor, scales: tl.tensor, place: tl.tensor, plane_stride: tl.tensor,
     inside: tl.tensor, written: tl.tensor, AFFINE: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-    OFFSET: tl.constexpr, FP8: tl.constexpr,
+    OFFSET: tl.constexpr, FP8: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Codes of both halves, float32; stores scale and zero at `place` [TOKENS, HEADS] where `written`."""
     span, zero = span_and_zero(first, second, inside, AFFINE)
@@ -142,8 +155,8 @@ def quantized(
         second -= zero.to(tl.float32)[:, :, None]
     width = scale.to(tl.float32)
     inverse = tl.where(width > 0.0, tl.div_rn(tl.full(width.shape, 1.0, tl.float32), width), 0.0)
-    first = codes_of(first, inverse, LOWEST, HIGHEST, OFFSET, FP8)
-    return first, codes_of(second, inverse, LOWEST, HIGHEST, OFFSET, FP8)
+    first = codes_of(first, inverse, LOWEST, HIGHEST, OFFSET, FP8, LEAST, UNIT)
+    return first, codes_of(second, inverse, LOWEST, HIGHEST, OFFSET, FP8, LEAST, UNIT)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
@@ -158,7 +171,7 @@ def kv_write_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_HALF: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, ROTARY: tl.constexpr, HADAMARD: tl.constexpr, ROOT: tl.constexpr, QUANTIZED: tl.constexpr,
     AFFINE: tl.constexpr, PACKED: tl.constexpr, FP8: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-    OFFSET: tl.constexpr, GRANULE: tl.constexpr,
+    OFFSET: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr, GRANULE: tl.constexpr,
 ) -> None:
     """One program a tile of tokens and heads: blocks of query heads first, then of keys, then of values."""
     Q_BLOCKS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -195,7 +208,7 @@ def kv_write_kernel(
             place = granule + vector[None, :] * scale_head_stride + which * scale_which_stride
             written = (token < tokens)[:, None] & (vector < KV_HEADS)[None, :]
             first, second = quantized(first, second, scales, place, plane_stride, column < DIM_HALF, written,
-                                      AFFINE, LOWEST, HIGHEST, OFFSET, FP8)
+                                      AFFINE, LOWEST, HIGHEST, OFFSET, FP8, LEAST, UNIT)
         row = tl.load(rows + token, mask=token < tokens, other=0)[:, None, None]
         place = row * row_stride + which * which_stride + head * head_stride + column
         store_halves(payload, place, first, second, inside, DIM_HALF, PACKED)
@@ -205,6 +218,7 @@ def kv_write_kernel(
 def constants_of(kv: KvLayer, q_heads: int, hadamard: bool, tile: int) -> dict[str, int | float | bool]:
     """The kernel's constants; `tile` is how many numbers of a half a program holds for one token."""
     format, dim = kv.format, kv.head_dim
+    float8 = torch.finfo(format.storage) if format.storage is not None and format.storage.is_floating_point else None
     half = max(triton.next_power_of_2(dim // 2), MIN_DOT if hadamard else 1)
     heads = min(max(1, tile // half), triton.next_power_of_2(max(q_heads, kv.kv_heads)))
     return {
@@ -212,7 +226,8 @@ def constants_of(kv: KvLayer, q_heads: int, hadamard: bool, tile: int) -> dict[s
         "TOKENS": max(1, HADAMARD_ROWS // heads) if hadamard else 1, "HEADS": heads,
         "ROTARY": q_heads > 0, "HADAMARD": hadamard, "ROOT": float(dim**-0.5),
         "QUANTIZED": format.quantized, "AFFINE": format.affine, "PACKED": format.per_element == 2,
-        "FP8": format.storage is not None and format.storage.is_floating_point,
+        "FP8": float8 is not None, "LEAST": float8.smallest_normal if float8 else 0.0,
+        "UNIT": 1.5 * 2**23 * float8.eps if float8 else 0.0,
         "LOWEST": float(format.lowest), "HIGHEST": float(format.highest), "OFFSET": float(format.offset),
         "GRANULE": kv.granule_tokens,
     }  # fmt: skip
