@@ -3,6 +3,8 @@
 Rotating queries and keys alike leaves their scores as they are.
 """
 
+import math
+
 import torch
 
 ODD_ORDERS = (12, 20)
@@ -20,7 +22,7 @@ def hadamard(x: torch.Tensor, matrix: torch.Tensor | None = None, *, out: torch.
         matrix = hadamard_matrix(size, torch.float32, x.device)
     if matrix.shape != (size, size):
         raise ValueError(f"head size {size} needs a Hadamard matrix of that size, got {tuple(matrix.shape)}")
-    turned = (x.float() @ matrix.float() * size**-0.5).to(x.dtype)
+    turned = (x.float() @ matrix.float() / math.sqrt(size)).to(x.dtype)
     return turned if out is None else out.copy_(turned)
 
 
@@ -40,14 +42,14 @@ def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device | str = 
 
 
 def hadamard_reference(x: torch.Tensor) -> torch.Tensor:
-    """`hadamard` for D a power of two as butterflies, in float64: stage by stage a pair (a, b) becomes (a + b, a - b)."""
-    rest = x.double()
+    """`hadamard` for D a power of two as butterflies in float64: pair by pair, (a, b) becomes (a + b, a - b)."""
+    rest, size = x.double(), x.shape[-1]
     distance = 1
-    while distance < x.shape[-1]:
+    while distance < size:
         first, second = rest.unflatten(-1, (-1, 2, distance)).unbind(-2)
         rest = torch.stack((first + second, first - second), -2).flatten(-3)
         distance *= 2
-    return rest * x.shape[-1] ** -0.5
+    return rest / math.sqrt(size)
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -60,5 +60,5 @@ def _float16_below(x: torch.Tensor) -> torch.Tensor:
     x = x.clamp(-FLOAT16_MAX, FLOAT16_MAX) + 0.0
     near = x.half()
     bits = near.view(torch.int16)
-    # Bits count magnitudes: towards zero for a positive number, away from it for a negative one and the -0 it may become.
+    # Bits count magnitudes: down to zero for a positive number, up for a negative one and the -0 it may have become.
     return torch.where(near.float() > x, bits + torch.where(bits > 0, -1, 1).short(), bits).view(torch.float16)

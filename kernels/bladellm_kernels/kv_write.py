@@ -50,13 +50,14 @@ def kv_write_by_operators(
     """`kv_write` in plain PyTorch; the arguments have been checked."""
     # Not every device copies float8 by index.
     payload = kv.payload.view(torch.uint8) if kv.payload.dtype.itemsize == 1 else kv.payload
-    for which, x in enumerate((k, v)):
-        if kv.scales is None or granule_rows is None:
-            payload[:, which].index_copy_(0, rows, x)
-            continue
-        codes, scales = kv_quantize(x, kv.format)
-        payload[:, which].index_copy_(0, rows, codes.view(torch.uint8))
-        kv.scales[granule_rows // kv.granule_tokens, :, which, :, granule_rows % kv.granule_tokens] = scales
+    if kv.scales is None or granule_rows is None:
+        payload[:, 0].index_copy_(0, rows, k)
+        payload[:, 1].index_copy_(0, rows, v)
+        return
+    codes, scales = kv_quantize(torch.stack((k, v), 1), kv.format)
+    payload.index_copy_(0, rows, codes.view(torch.uint8))
+    granules, places = granule_rows // kv.granule_tokens, granule_rows % kv.granule_tokens
+    kv.scales[granules, :, :, :, places] = scales.transpose(1, 2)
 
 
 def check_kv_write(

@@ -31,17 +31,16 @@ def rotary_kv_write(
     out: [T, Hq, D] of q's type, may be q itself. On CUDA one kernel where triton is installed.
     """
     granule_rows = check_kv_write(kv, rows, k, v, granule_rows)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _check(q, k, cos, sin, rotate, out)
     if q.is_cuda and find_spec("triton") is not None:
         from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         launch_rotary_kv_write(q, k, v, cos, sin, kv, rows, granule_rows, rotate, out)
         return out
     turned_q, turned_k = _turned(q, cos, sin, rotate), _turned(k, cos, sin, rotate)
     kv_write_by_operators(kv, rows, turned_k, v, granule_rows)
-    return out.copy_(turned_q)
+    return turned_q if out is None else out.copy_(turned_q)
 
 
 def rotary_kv_write_reference(
@@ -72,8 +71,9 @@ def _check(
     cos: torch.Tensor,
     sin: torch.Tensor,
     rotate: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> None:
+    out = q if out is None else out
     tokens, _, dim = q.shape
     if (tokens, dim) != (len(k), k.shape[2]) or dim % 2 or {q.dtype, out.dtype} != {k.dtype} or out.shape != q.shape:
         raise ValueError(
