@@ -1,13 +1,12 @@
-"""rms_norm, silu_mul, rotary and kv_write against their references and against definitions."""
+"""rms_norm, silu_mul and rotary against their references and against definitions."""
 
 import pytest
 import torch
-from bladellm_kernels.kv_write import kv_write, kv_write_reference
 from bladellm_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from bladellm_kernels.rotary import rotary, rotary_reference, rotary_tables
 from bladellm_kernels.silu_mul import silu_mul, silu_mul_reference
 
-from tests.kernels.conditions import DEVICES, DTYPES, assert_close, kv_rows
+from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES, ids=str)]
 SHAPES = [(1, 1), (3, 7), (17, 192), (2, 5, 33)]
@@ -73,16 +72,3 @@ def test_rotated_scores_depend_on_distance_only(device, dtype):
     q9, k4, q109, k104 = rotary(x, *rotary_tables(positions, torch.rand(8, device=device), 1.0)).float()
     limit = 0.2 if dtype != torch.float32 else 1e-3
     assert abs((q9[0] * k4[1]).sum() - (q109[0] * k104[1]).sum()) < limit
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("tokens", [1, 19])
-def test_kv_write_touches_its_rows_only(device, dtype, strided, tokens):
-    layer = kv_rows(50, 3, 6, dtype, device, strided)
-    expected = layer.clone()
-    rows = torch.randperm(50, device=device)[:tokens]
-    k, v = (torch.randn(tokens, 7, 6, device=device).to(dtype)[:, 2:5] for _ in range(2))
-    kv_write(layer, rows, k, v)
-    kv_write_reference(expected, rows, k, v)
-    torch.testing.assert_close(layer, expected, atol=0, rtol=0, equal_nan=True)
-    assert torch.isfinite(layer).sum() == tokens * 2 * 3 * 6

@@ -1,0 +1,257 @@
+"""rotary_kv_write against complex rotation and kv_write, and its CUDA kernel interpreted and compiled on the CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bladellm_kernels import rotary_kv_write as module
+from bladellm_kernels.hadamard import hadamard_matrix, hadamard_reference
+from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.kv_read import dequantize_kv
+from bladellm_kernels.kv_write import kv_write_reference
+from bladellm_kernels.rotary import rotary_reference, rotary_tables
+from bladellm_kernels.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+
+from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, memory, numbers
+from tests.kernels.test_kv_write import LAYOUTS, same_bits, tokens_of, twin, written
+
+FORMATS = list(KV_FORMATS)
+SHAPES = [(1, 1, 1, 2), (5, 8, 2, 32), (13, 7, 1, 18), (19, 3, 3, 64)]
+
+
+def problem(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """q, k and v as views of one qkv; positions and frequencies."""
+    qkv = numbers("normal", tokens, heads + 2 * kv_heads, dim, dtype=dtype).to(device)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    positions = torch.randint(0, 5000, (tokens,), device=device)
+    return {"q": q, "k": k, "v": v, "angles": (positions, torch.rand(dim // 2, device=device), 1.25)}
+
+
+def called(given: Memory, parts: dict[str, Any], tokens: int, **options: Any) -> tuple[torch.Tensor, Any, Any]:
+    rows, places = written(given, tokens)
+    tables = rotary_tables(*parts["angles"])
+    q = rotary_kv_write(parts["q"], parts["k"], parts["v"], *tables, given.kv, rows, places, **options)
+    return q, rows, places
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), SHAPES)
+def test_queries_and_keys_turn_and_values_do_not(device, dtype, layout, tokens, heads, kv_heads, dim):
+    given = memory("no_quant", kv_heads, dim, dtype, device, **layout)
+    parts = problem(tokens, heads, kv_heads, dim, dtype, device)
+    kept = [parts[name].clone() for name in "qkv"]
+    q, rows, places = called(given, parts, tokens)
+    assert_close(q, rotary_reference(parts["q"], *parts["angles"]), dtype)
+    assert_close(given.kv.payload[rows, 0], rotary_reference(parts["k"], *parts["angles"]), dtype)
+    assert torch.equal(given.kv.payload[rows, 1], parts["v"])
+    assert all(torch.equal(parts[name], before) for name, before in zip("qkv", kept, strict=True))
+    given.untouched_but(rows, places)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_turned_keys_are_quantized(device, dtype, layout, rotate, name):
+    """Keys read back within a step of the turned ones, values are those of kv_write to the bit."""
+    given = memory(name, 3, 32, dtype, device, **layout)
+    parts = problem(17, 6, 3, 32, dtype, device)
+    matrix = hadamard_matrix(32, dtype, device) if rotate else None
+    q, rows, places = called(given, parts, 17, rotate=matrix)
+    expected_q, expected_k = (rotary_reference(parts[part], *parts["angles"]) for part in "qk")
+    if rotate:
+        expected_q, expected_k = hadamard_reference(expected_q).float(), hadamard_reference(expected_k).float()
+    assert_close(q, expected_q, dtype)
+    assert given.kv.scales is not None
+    scales = given.kv.scales[places // 8, :, 0, :, places % 8]
+    back = dequantize_kv(given.kv.payload[rows, 0], scales, given.kv.format)
+    steps = {"fp8_e4m3": 448 / 16, "fp8_e5m2": 57344 / 8}.get(name, 0.5)
+    assert ((back - expected_k).abs() <= scales[..., :1].float() * steps * 1.01 + 1e-2).all()
+    same = twin(given)
+    kv_write_reference(same, rows, parts["k"], parts["v"], places)
+    assert torch.equal(given.kv.payload[rows, 1].float(), same.payload[rows, 1].float())
+    given.untouched_but(rows, places)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("dim", [24, 40, 96, 128, 256])
+def test_heads_of_every_size(device, dim, rotate):
+    dtype = torch.bfloat16
+    given = memory("no_quant", 2, dim, dtype, device)
+    expected = twin(given)
+    parts = problem(9, 6, 2, dim, dtype, device)
+    matrix = hadamard_matrix(dim, dtype, device) if rotate else None
+    q, rows, places = called(given, parts, 9, rotate=matrix)
+    tables = rotary_tables(*parts["angles"])
+    expected_q = rotary_kv_write_reference(*(parts[n] for n in "qkv"), *tables, expected, rows, places, rotate=matrix)
+    assert_close(q, expected_q.float(), dtype)
+    assert_close(given.kv.payload[rows], expected.payload[rows].float(), dtype)
+
+
+def test_out_may_be_given_or_be_the_queries(device):
+    for inside in (False, True):
+        given = memory("int8", 2, 16, torch.float32, device)
+        parts = problem(6, 4, 2, 16, torch.float32, device)
+        expected = rotary_reference(parts["q"], *parts["angles"])
+        keys = parts["k"].clone()
+        out = parts["q"] if inside else torch.full((6, 9, 16), torch.nan, device=device)[:, 3:7]
+        q, _, _ = called(given, parts, 6, out=out)
+        assert q is out
+        assert_close(out, expected, torch.float32)
+        assert torch.equal(parts["k"], keys)
+
+
+def test_strides_of_all_kinds(device):
+    """Heads outermost, as after a normalisation that transposes."""
+    given = memory("int4_affine", 3, 16, torch.float32, device)
+    expected = twin(given)
+    parts = problem(11, 5, 3, 16, torch.float32, device)
+    plain = {name: parts[name].contiguous() for name in "qkv"}
+    parts |= {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in plain.items()}
+    q, rows, places = called(given, parts, 11)
+    tables = rotary_tables(*parts["angles"])
+    expected_q = rotary_kv_write_reference(plain["q"], plain["k"], plain["v"], *tables, expected, rows, places)
+    assert_close(q, expected_q, torch.float32)
+    assert torch.equal(given.kv.payload[:, 1], expected.payload[:, 1])
+    assert (given.kv.payload[:, 0] != expected.payload[:, 0]).float().mean() < (0.02 if device == "cuda" else 1e-9)
+
+
+def test_wrong_arguments_are_refused(device):
+    kv = memory("no_quant", 2, 8, torch.float32, device).kv
+    parts = problem(3, 4, 2, 8, torch.float32, device)
+    cos, sin = rotary_tables(*parts["angles"])
+    rows = torch.arange(3, device=device)
+    good = {**{name: parts[name] for name in "qkv"}, "cos": cos, "sin": sin, "rotate": None, "out": None}
+    for bad in (
+        {"q": parts["q"][:2]},
+        {"q": parts["q"].half()},
+        {"out": torch.empty(3, 3, 8, device=device)},
+        {"cos": cos[:2]},
+        {"cos": cos.double()},
+        {"sin": sin.expand(3, 2, 8)[:, 1:]},
+        {"rotate": hadamard_matrix(4, torch.float32, device)},
+        {"rotate": hadamard_matrix(8, torch.float16, device)},
+        {"q": parts["q"].transpose(1, 2).contiguous().transpose(1, 2)},
+    ):
+        args = good | bad
+        q, k, v = (args.pop(name) for name in "qkv")
+        if "sin" in bad:
+            args["cos"] = torch.cat((cos, cos), 1)[:, :1]
+        with pytest.raises(ValueError, match=r"must (be|have)"):
+            rotary_kv_write(q, k, v, args.pop("cos"), args.pop("sin"), kv, rows, **args)
+
+
+def interpreted() -> None:
+    """The kernel, interpreted, gives the reference's very codes and scales, and leaves the rest alone."""
+    from bladellm_kernels.kv_write_triton import launch_kv_write
+
+    for dtype in (torch.float32, torch.float16):
+        for name in FORMATS:
+            for heads, dim, layout in ((3, 18, {}), (2, 32, {"mapped": True})):
+                given = memory(name, heads, dim, dtype, "cpu", **layout)
+                expected = twin(given)
+                rows, places = written(given, len(KINDS))
+                k, v = (torch.cat([tokens_of(kind, 1, heads, dim, dtype, "cpu") for kind in KINDS]) for _ in range(2))
+                if name != "no_quant":
+                    k[3, 1, 7], v[5, 0, 3], v[6, 1, 0], k[0, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+                launch_kv_write(given.kv, rows, places, k, v, tile=32)
+                kv_write_reference(expected, rows, k, v, places)
+                same_bits(given.kv, expected)
+                given.untouched_but(rows, places)
+    interpreted_rotary()
+
+
+def interpreted_rotary() -> None:
+    from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
+
+    for dtype in (torch.float32, torch.float16):
+        for name in FORMATS:
+            for rotate, dim in ((False, 18), (True, 24), (True, 32)):
+                given = memory(name, 2, dim, dtype, "cpu", mapped=True)
+                expected = twin(given)
+                rows, places = written(given, 5)
+                parts = problem(5, 6, 2, dim, dtype, "cpu")
+                q, k, v = (parts[part] for part in "qkv")
+                matrix = hadamard_matrix(dim, dtype) if rotate else None
+                tables = rotary_tables(*parts["angles"])
+                out = torch.full((5, 8, dim), torch.nan, dtype=dtype)
+                launch_rotary_kv_write(q, k, v, *tables, given.kv, rows, places, matrix, out[:, 1:7])
+                expected_q = rotary_kv_write_reference(q, k, v, *tables, expected, rows, places, rotate=matrix)
+                assert_close(out[:, 1:7], expected_q.float(), dtype)
+                assert out[:, 0].isnan().all()
+                assert out[:, 7].isnan().all()
+                check_same_but_for_rounding(given, expected, rows)
+                given.untouched_but(rows, places)
+
+
+def check_same_but_for_rounding(given: Memory, expected: Any, rows: torch.Tensor) -> None:
+    actual, wanted = given.kv.payload[rows].float(), expected.payload[rows].float()
+    if given.kv.format.name == "no_quant":
+        torch.testing.assert_close(actual, wanted, atol=5e-3, rtol=5e-3)
+        return
+    assert torch.equal(actual[:, 1], wanted[:, 1]), "values are not rotated"
+    assert (actual != wanted).float().mean() < 0.02
+    torch.testing.assert_close(given.kv.scales, expected.scales, atol=1e-6, rtol=2e-3, equal_nan=True)
+
+
+def test_the_kernel_gives_the_same_interpreted():
+    """In a process of its own: triton reads the switch when it is imported."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    code = "from tests.kernels.test_kv_rotary_write import interpreted; interpreted()"
+    path = os.pathsep.join([str(root), str(Path(module.__file__).parents[1])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+POINTERS = {"no_quant": "bf16", "int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["no_quant", "int8", "int4_affine", "fp8_e4m3"])
+def test_the_kernel_compiles_for_hopper(name, dim, rotate):
+    triton = pytest.importorskip("triton")
+    from bladellm_kernels import kv_write_triton as kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kv = memory(name, 8, dim, torch.bfloat16, "cpu").kv
+    constants = kernels.constants_of(kv, 32, rotate, kernels.TILE_NUMBERS)
+    types = dict.fromkeys(("q", "k", "v", "hadamard", "out"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
+    types |= {"payload": "*" + POINTERS.get(name, "u8"), "scales": "*fp16", "rows": "*i64", "granule_rows": "*i64"}
+    names = kernels.kv_write_kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if name not in constants and name != "tokens"]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernels.kv_write_kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": kernels.HADAMARD_WARPS if rotate else kernels.WARPS, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    text = compiled.asm["ptx"]
+    assert "sm_90" in text
+    assert "st.global.v4" in text
+    assert "st.global.b8" not in text
+    if not rotate:
+        assert "st.global.v2" not in text, "numbers are stored 16 bytes at a time"
+    assert "div.full" not in text, "an approximate division gives other codes than the CPU"
+    assert "fma.rn.f32" not in text, "a fused product gives other codes than the CPU"
+    assert ".ftz" not in text, "subnormal numbers are numbers"
+    assert spilled(compiled.asm["ptx"]) == 0
+
+
+def spilled(ptx: str) -> int:
+    """Bytes of registers that the assembler puts into memory."""
+    triton = pytest.importorskip("triton")
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    line = [str(assembler), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
+    report = subprocess.run(line, input=ptx, capture_output=True, text=True, check=True).stderr
+    return sum(int(part.split()[-1]) for part in report.split(" bytes spill stores")[:-1])
