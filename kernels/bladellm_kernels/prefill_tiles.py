@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,19 +38,22 @@ class TileShape:
 
 
 def tile_shape(head_dim: int, dtype: torch.dtype, quantized: bool, rows: int) -> TileShape:
-    """The default tile for the longest chunk of `rows` rows.
+    """The default tile for chunks of up to `rows` rows.
 
-    Half precision: 128 rows, which two groups of four warps multiply by wgmma (64 rows each); 64 where that is all
-    there is. Keys and stages fill the 227 KiB of shared memory of an H100 or H200 without spilled registers;
-    quantized tiles are converted in registers, so theirs are smaller. float32 is multiplied without tensor cores.
+    Half precision: 128 rows, multiplied by wgmma in two groups of four warps (64 rows each), or 64 where there are no
+    more. Keys and stages are the most that the registers hold without spilling and that fit the shared memory (227 KiB)
+    of a Hopper multiprocessor. Quantized tiles pass through registers. float32 goes without tensor cores, and its
+    operands lie in registers as a whole.
     """
     if dtype == torch.float32:
-        return TileShape(32, 32, 4, 2) if head_dim > 128 else TileShape(64, 32, 4, 2)
+        return TileShape(16, 16, 4, 2) if head_dim > 128 else TileShape(32, 16, 8, 2)
+    if head_dim > 128:
+        return TileShape(128, 32, 8, 2)
     if rows <= 64:
         return TileShape(64, 64, 4, 2)
-    if head_dim > 128 or quantized:
+    if quantized:
         return TileShape(128, 64, 8, 2)
-    return TileShape(128, 128, 8, 2)
+    return TileShape(128, 64 if head_dim > 64 else 128, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ def list_tiles(
             divided = len(bounds) > 2
             if divided:
                 merges.append([*head, part, len(bounds) - 1])
-            for begin, end in zip(bounds, bounds[1:], strict=False):
+            for begin, end in pairwise(bounds):
                 items.append([*head, span.start, span.base_row, span.slot, begin, end, part if divided else -1])
                 part += divided
     items.sort(key=lambda item: item[6] - item[7])

@@ -104,7 +104,9 @@ def _check(q: torch.Tensor, kv: KvLayer, scale: float, window: int | None, out: 
     if q.dim() != 3 or q.shape[2] != kv.head_dim or q.shape[1] % kv.kv_heads:
         raise ValueError(f"q {tuple(q.shape)} does not fit {kv.kv_heads} KV heads of {kv.head_dim} dimensions")
     if kv.payload.dtype != kv.format.dtype(q.dtype):
-        raise ValueError(f"{kv.format.name} KV of {q.dtype} queries is {kv.format.dtype(q.dtype)}, got {kv.payload.dtype}")
+        raise ValueError(
+            f"{kv.format.name} KV of {q.dtype} queries is {kv.format.dtype(q.dtype)}, got {kv.payload.dtype}"
+        )
     if kv.format.quantized and kv.scales is None:
         raise ValueError(f"the KV format {kv.format.name} needs scales")
     if (kv.format.quantized or kv.paged) and kv.table is None:
@@ -112,7 +114,9 @@ def _check(q: torch.Tensor, kv: KvLayer, scale: float, window: int | None, out: 
     if scale <= 0 or (window is not None and window < 1):
         raise ValueError(f"scale must be positive and window at least 1, got {scale} and {window}")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
-        raise ValueError(f"out must be {q.dtype} {tuple(q.shape)} with contiguous heads, got {out.dtype} {tuple(out.shape)}")
+        raise ValueError(
+            f"out must be {q.dtype} {tuple(q.shape)} with contiguous heads, got {out.dtype} {tuple(out.shape)}"
+        )
 
 
 def _attend_chunk(

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_tile(
+def load_tile(
     pointer: tl.tensor,
     offsets: tl.tensor,
     inside: tl.tensor,
@@ -111,8 +111,9 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend to the tiles of keys that begin in [key_first, key_last); no key from key_end on is touched."""
     column = tl.arange(0, SHAPE.keys)
-    offsets, scale_offsets, tile = column * memory.row_stride, column, payload
     long_row_stride = tl.cast(memory.row_stride, tl.int64)
+    offsets = column * (long_row_stride if SHAPE.paged else memory.row_stride)
+    scale_offsets, tile = column.to(tl.int64), payload
     for key0 in range(key_first, key_last, SHAPE.keys):
         key = key0 + column
         inside = key < key_end
@@ -121,10 +122,10 @@ def _attend(
             place = key % memory.granule_tokens
             scale_offsets = granule * memory.scale_granule_stride + place
         if SHAPE.paged:
-            offsets = (granule * memory.granule_tokens + place) * memory.row_stride
+            offsets = (granule * memory.granule_tokens + place) * long_row_stride
         else:
             tile = payload + key0 * long_row_stride
-        k = _load_tile(tile, offsets, inside, scales, scale_offsets, memory.plane_stride, SHAPE, MASKED, q.dtype)
+        k = load_tile(tile, offsets, inside, scales, scale_offsets, memory.plane_stride, SHAPE, MASKED, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=SHAPE.precision)
         if MASKED:
             visible = (key[None, :] <= position[:, None]) & inside[None, :]
@@ -140,7 +141,7 @@ def _attend(
         fade = tl.exp2(peak - level)
         total = total * fade + tl.sum(weights, 1)
         peak = higher
-        v = _load_tile(
+        v = load_tile(
             tile + memory.kv_stride, offsets, inside, scales + memory.scale_kv_stride, scale_offsets,
             memory.plane_stride, SHAPE, MASKED, q.dtype,
         )  # fmt: skip
@@ -165,6 +166,8 @@ def ragged_prefill_kernel(
 
     partial: float32 [P · kv_heads, rows, block_d] and partial_lse, base 2, for items that see a part of their keys.
     """
+    ROWS: tl.constexpr = SHAPE.rows
+    BLOCK_D: tl.constexpr = SHAPE.block_d
     head = tl.program_id(0) % SHAPE.kv_heads
     item = items + (tl.program_id(0) // SHAPE.kv_heads) * FIELDS
     first_row = tl.load(item).to(tl.int32)
@@ -194,9 +197,9 @@ def ragged_prefill_kernel(
         left += tl.cdiv(tl.maximum(highest - window + 1 - key_first, 0), SHAPE.keys) * SHAPE.keys
     seen_by_all = tl.minimum(start + first_row // SHAPE.group + 1, key_end)
     right = left + tl.maximum(seen_by_all - left, 0) // SHAPE.keys * SHAPE.keys
-    acc = tl.zeros((SHAPE.rows, SHAPE.block_d), tl.float32)
-    total = tl.zeros((SHAPE.rows,), tl.float32)
-    peak = tl.full((SHAPE.rows,), float("-inf"), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
     if SHAPE.window:
         acc, total, peak = _attend(
             acc, total, peak, q_tile, position, key_first, tl.minimum(left, key_end), key_end,
@@ -250,13 +253,15 @@ def merge_parts_kernel(
     SHAPE: tl.constexpr,
 ) -> None:
     """Put the parts of a tile together, a program a merge and KV head; merges: int64 [M, FIELDS], see `list_tiles`."""
+    ROWS: tl.constexpr = SHAPE.rows
+    BLOCK_D: tl.constexpr = SHAPE.block_d
     head = tl.program_id(0) % SHAPE.kv_heads
     item = merges + (tl.program_id(0) // SHAPE.kv_heads) * FIELDS
     row = tl.load(item).to(tl.int32) + tl.arange(0, SHAPE.rows)
     dim = tl.arange(0, SHAPE.block_d)
-    acc = tl.zeros((SHAPE.rows, SHAPE.block_d), tl.float32)
-    total = tl.zeros((SHAPE.rows,), tl.float32)
-    peak = tl.full((SHAPE.rows,), float("-inf"), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
     for part in range(tl.load(item + 3), tl.load(item + 3) + tl.load(item + 4)):
         line = (part * SHAPE.kv_heads + head) * SHAPE.rows + tl.arange(0, SHAPE.rows)
         lse = tl.load(partial_lse + line)
