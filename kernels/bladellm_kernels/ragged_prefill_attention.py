@@ -1,27 +1,38 @@
 """RaggedAttention, prefill: chunks of several query tokens, each against the contiguous KV of its own sequence."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.prefill_tiles import Span
+
 # Most elements of an explicit mask; longer chunks are attended to in blocks of queries.
 MASK_ELEMENTS = 4 * 1024 * 1024
 
+# From these on a chunk is worth several library calls: queries, and scores (queries × keys).
+SDPA_QUERIES = 512
+SDPA_SCORES = 1024 * 1024
+
 
 class PrefillChunk(Protocol):
-    """Where a chunk lies: its queries in the flat batch, their first position, and its sequence's row of position 0."""
+    """A chunk: its first query in the flat batch, its length, the position it starts at, its sequence's row of position
+    0, and the sequence's row of `KvLayer.table`."""
 
     first: int
     query_len: int
     start: int
     base_row: int
+    slot: int
 
 
 def ragged_prefill_attention(
     q: torch.Tensor,
-    kv_layer: torch.Tensor,
+    kv: KvLayer,
     chunks: Sequence[PrefillChunk],
     scale: float,
     window: int | None = None,
@@ -29,16 +40,83 @@ def ragged_prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of prefill chunks: position p sees positions 0 to p of its sequence, or the last `window`.
 
-    q: [T, Hq, D]; kv_layer: [R, 2, Hk, D] of q's type, Hk dividing Hq, already holding the chunks' own K and V. K and V
-    are read in place: only rows [base_row, base_row + start + query_len) of each chunk. Returns [T, Hq, D] of q's type,
-    in `out` if given; tokens outside every chunk are left unwritten.
+    q: [T, Hq, D], elements of a head contiguous. kv: of q's type or quantized, its heads dividing Hq, already holding
+    the chunks' own K and V; only positions [0, start + query_len) of each chunk's sequence are read. scale > 0.
+    Returns [T, Hq, D] of q's type, in `out` if given; tokens outside every chunk are left unwritten. Softmax in
+    float32. Never waits for a device, but for library plans that `prefill_sdpa.warm_up` can build ahead.
     """
-    out = torch.empty_like(q) if out is None else out
-    for chunk in chunks:
-        tokens = slice(chunk.first, chunk.first + chunk.query_len)
-        end = chunk.base_row + chunk.start + chunk.query_len
-        _attend_chunk(q[tokens], kv_layer[chunk.base_row : end], chunk.start, scale, window, out[tokens])
+    _check(q, kv, scale, window, out)
+    spans = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in chunks]
+    if spans and takes_kernels(q, kv):
+        return _attend_on_cuda(q, kv, spans, scale, window, out)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    for span in spans:
+        tokens = slice(span.first, span.first + span.query_len)
+        seen_from = 0 if window is None else max(0, span.start - window + 1)
+        seen = kv_read(kv, span.base_row, span.slot, seen_from, span.start + span.query_len, q.dtype)
+        _attend_chunk(q[tokens], seen, span.start - seen_from, scale, window, out[tokens])
     return out
+
+
+def takes_kernels(q: torch.Tensor, kv: KvLayer) -> bool:
+    """Whether the CUDA kernels take the tensors; otherwise plain PyTorch does, on every device."""
+    dims = kv.head_dim % 8 == 0 and kv.head_dim <= 256 and q.stride(2) == 1
+    return q.is_cuda and dims and find_spec("triton") is not None
+
+
+def prefers_sdpa(
+    query_len: int, start: int, head_dim: int, dtype: torch.dtype, window: int | None, capability: tuple[int, int]
+) -> bool:
+    """Whether a chunk goes to cuDNN (`prefill_sdpa`) rather than to the Triton kernel (`ragged_prefill_triton`).
+
+    cuDNN's kernels for Hopper and later overlap the products with the softmax, which takes a compiler-made kernel to
+    some three quarters of their speed; but a call takes about 60 µs of the host, a chunk a call and a few more for its
+    prefix, and lengths are padded. So they get the large chunks in half precision, and Triton gets the many small ones
+    in one launch, windows, and float32, which must be exact.
+    """
+    total = start + query_len
+    if capability < (9, 0) or head_dim > 128 or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if window is not None and window < total:
+        return False
+    return query_len >= SDPA_QUERIES and query_len * total >= SDPA_SCORES
+
+
+def _attend_on_cuda(
+    q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, window: int | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
+
+    capability = torch.cuda.get_device_capability(q.device)
+    large = [span for span in spans if prefers_sdpa(*span[1:3], kv.head_dim, q.dtype, window, capability)]
+    if out is None and len(large) == len(spans) == 1 and spans[0].query_len == q.shape[0]:
+        return prefill_sdpa.attend_chunk(q, kv, spans[0], scale)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    small = [span for span in spans if span not in large]
+    if small:
+        ragged_prefill_triton.launch(q, kv, small, scale, window, out)
+    for span in large:
+        prefill_sdpa.attend_chunk(q, kv, span, scale, out)
+    return out
+
+
+def _check(q: torch.Tensor, kv: KvLayer, scale: float, window: int | None, out: torch.Tensor | None) -> None:
+    if q.dim() != 3 or q.shape[2] != kv.head_dim or q.shape[1] % kv.kv_heads:
+        raise ValueError(f"q {tuple(q.shape)} does not fit {kv.kv_heads} KV heads of {kv.head_dim} dimensions")
+    if kv.payload.dtype != kv.format.dtype(q.dtype):
+        raise ValueError(
+            f"{kv.format.name} KV of {q.dtype} queries is {kv.format.dtype(q.dtype)}, got {kv.payload.dtype}"
+        )
+    if kv.format.quantized and kv.scales is None:
+        raise ValueError(f"the KV format {kv.format.name} needs scales")
+    if (kv.format.quantized or kv.paged) and kv.table is None:
+        raise ValueError("quantized or paged KV needs a table of granules")
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"scale must be positive and window at least 1, got {scale} and {window}")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
+        raise ValueError(
+            f"out must be {q.dtype} {tuple(q.shape)} with contiguous heads, got {out.dtype} {tuple(out.shape)}"
+        )
 
 
 def _attend_chunk(
@@ -97,18 +175,19 @@ def _attend_plainly(
 
 
 def ragged_prefill_attention_reference(
-    q: torch.Tensor, kv_layer: torch.Tensor, chunks: Sequence[PrefillChunk], scale: float, window: int | None = None
+    q: torch.Tensor, kv: KvLayer, chunks: Sequence[PrefillChunk], scale: float, window: int | None = None
 ) -> torch.Tensor:
     """Softmax(q·Kᵀ·scale)·V, one query token and head at a time, in float32. Returns float32; other tokens are zero."""
-    heads, kv_heads = q.shape[1], kv_layer.shape[2]
+    heads = q.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for chunk in chunks:
+        seen = kv_read(kv, chunk.base_row, chunk.slot, 0, chunk.start + chunk.query_len, torch.float32)
         for offset in range(chunk.query_len):
             position = chunk.start + offset
             seen_from = 0 if window is None else max(0, position - window + 1)
-            k, v = kv_layer[chunk.base_row + seen_from : chunk.base_row + position + 1].float().unbind(1)
+            k, v = seen[seen_from : position + 1].unbind(1)
             for head in range(heads):
-                kv_head = head // (heads // kv_heads)
+                kv_head = head // (heads // kv.kv_heads)
                 weights = torch.softmax(k[:, kv_head] @ q[chunk.first + offset, head].float() * scale, 0)
                 out[chunk.first + offset, head] = weights @ v[:, kv_head]
     return out
