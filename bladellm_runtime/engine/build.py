@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from bladellm_kernels.decode_work import DecodeWorkspace
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
+from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.accounting import KvAccounting
-from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.arena import KvArena, KvShape
 from bladellm_runtime.kv.factory import make_arena
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
@@ -73,9 +75,10 @@ def build_engine(args: EngineArgs) -> Engine:
         table.add("sampling state", sampling.bytes)
         kv_spec, arena = allocate_kv(args, spec, dtype, device, max_model_len, table)
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
-    runner = ModelRunner(model, arena, sampling, kv_spec.num_slots)
+    workspace = decode_workspace(spec, kv_spec, device)
+    runner = ModelRunner(model, arena, sampling, workspace, key_rotation(args, spec, dtype, device))
     limits = scheduler_limits(args, spec, max_model_len)
-    memory = KvAccounting(kv_spec, retain=not arena.relocates)
+    memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
         warm_up(core, limits)
@@ -109,10 +112,18 @@ def allocate_kv(
 ) -> tuple[KvSpec, KvArena]:
     """Decide the size of the KV cache and create its arena."""
     budget = kv_budget(args, spec, dtype, device, table)
-    kv_spec = make_kv_spec(args, spec, dtype, device, max_model_len, budget)
-    arena = make_arena(args.kv_arena, kv_spec, spec.kv_heads, spec.head_dim, dtype, device)
+    shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
+    kv_spec = make_kv_spec(args, spec, shape, device, max_model_len, budget)
+    arena = make_arena(args.kv_arena, args.attn_cls, kv_spec, shape, device)
     table.add("KV cache", kv_spec.num_granules * kv_spec.granule_bytes)
     return kv_spec, arena
+
+
+def decode_workspace(spec: ModelSpec, kv_spec: KvSpec, device: torch.device) -> DecodeWorkspace | None:
+    """Where decode attention on a GPU plans and keeps parts of its results; a CPU needs none."""
+    if device.type != "cuda":
+        return None
+    return DecodeWorkspace(device, kv_spec.num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1)
 
 
 def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:
@@ -133,6 +144,7 @@ def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
     core.add(AddRequest(request_id=-1, prompt=[0] * length, params=params, choice=0, arrival=0.0))
     while not core.idle:
         core.step()
+    core.reset_prompt_cache()
     core.reset_counters()
 
 

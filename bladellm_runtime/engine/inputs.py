@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from bladellm_kernels.decode_work import DecodeWorkspace
 
 from bladellm_runtime.engine.upload import upload
 from bladellm_runtime.kv.arena import KvArena
@@ -57,11 +56,7 @@ class StepInputs:
 
 
 def build_inputs(
-    plan: StepPlan,
-    tokens: list[SlotTokens | None],
-    last_token: torch.Tensor,
-    arena: KvArena,
-    workspace: DecodeWorkspace | None,
+    plan: StepPlan, tokens: list[SlotTokens | None], last_token: torch.Tensor, arena: KvArena
 ) -> StepInputs:
     """Flatten a plan. `tokens` is indexed by slot; `last_token` is the device array decode rows read their id from."""
     base_rows = np.array([arena.base_row(slot) for slot in plan.slots], dtype=np.int64)
@@ -106,7 +101,6 @@ def build_inputs(
         prefills=prefills,
         logit_tokens=rest[4],
         kv=arena,
-        workspace=workspace,
     )
     return StepInputs(batch, sampling_rows, sent[7], scores, pinned)
 

@@ -7,7 +7,8 @@ import torch
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.errors import ConfigError
-from bladellm_runtime.kv.factory import arena_kind, page_bytes
+from bladellm_runtime.kv.arena import KvShape
+from bladellm_runtime.kv.factory import arena_kind, block_bytes, page_bytes
 from bladellm_runtime.kv.sizing import kv_groups, plan_spec
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.models.config import ModelSpec
@@ -60,16 +61,19 @@ def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: tor
 
 
 def make_kv_spec(
-    args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int, budget: int
+    args: EngineArgs, spec: ModelSpec, shape: KvShape, device: torch.device, max_model_len: int, budget: int
 ) -> KvSpec:
     """Carve the budget into granules."""
-    layer_token_bytes = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
-    groups = kv_groups(spec.layers, layer_token_bytes, LAYERS_PER_GROUP)
+    kind = arena_kind(args.kv_arena, device, args.attn_cls)
+    swap = args.prompt_cache_enable_swap and not args.disable_prompt_cache
     return plan_spec(
-        groups,
+        kv_groups(spec.layers, shape.payload_bytes, LAYERS_PER_GROUP),
         budget_bytes=budget,
         num_slots=args.max_running_requests,
         max_model_len=max_model_len,
         granule_tokens_hint=GRANULE_TOKENS,
-        page_bytes=page_bytes(arena_kind(args.kv_arena, device)),
+        page_bytes=page_bytes(kind, device),
+        block_bytes=block_bytes(kind),
+        scale_token_bytes=spec.layers * shape.scale_bytes,
+        host_bytes=int(args.prompt_cache_swap_gib * GIB) if swap else 0,
     )

@@ -17,7 +17,7 @@ from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
-from bladellm_runtime.wire.messages import TokenLogprobs
+from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -39,11 +39,19 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, arena: KvArena, sampling: SamplingState, num_slots: int, workspace: DecodeWorkspace | None
+        self,
+        model: Decoder,
+        arena: KvArena,
+        sampling: SamplingState,
+        workspace: DecodeWorkspace | None,
+        rotation: torch.Tensor | None = None,
     ) -> None:
+        """rotation: the matrix that turns queries and keys before they are stored, of the model's type."""
+        num_slots = arena.spec.num_slots
         self._model = model
         self._arena = arena
         self._workspace = workspace
+        self._rotation = rotation
         self._sampling = sampling
         self._sampler = Sampler(sampling)
         self._device = arena.device
@@ -71,7 +79,8 @@ class ModelRunner:
         for load in plan.loads:
             self._tokens[load.slot] = SlotTokens.of(load)
             self._sampling.load(load)
-        inputs = build_inputs(plan, self._tokens, self._last_token, self._arena, self._workspace)
+        inputs = build_inputs(plan, self._tokens, self._last_token, self._arena)
+        inputs.batch.workspace, inputs.batch.rotation = self._workspace, self._rotation
         self._arena.wait()
         self._arena.move(plan.memory.moves)
         hidden = self._model.forward(inputs.batch)
@@ -100,6 +109,15 @@ class ModelRunner:
                 scored.ids, scored.logprobs = _pinned_copy(scored.ids), _pinned_copy(scored.logprobs)
             step.done = torch.cuda.Event()
             step.done.record(copies)
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Fill in what mapping KV memory took."""
+        memory = self._arena.stats
+        stats.kv_maps = memory.maps
+        stats.kv_map_wait = memory.wait_seconds
+        if memory.map_seconds:
+            recent = sorted(memory.map_seconds)
+            stats.kv_map_p99 = recent[min(len(recent) - 1, len(recent) * 99 // 100)]
 
     def close(self) -> None:
         """Finish the work in flight and give the KV memory back."""

@@ -67,16 +67,17 @@ class KvAccounting:
     ones go to whoever needs them: always free + used + idle == spec.num_granules, and `available()` is free + idle.
 
     A slot that its sequence has left goes on showing what it showed: where it gets the same granule again at the same
-    position nothing has to be mapped. With `shares=False`, for arenas where a granule can be shown by one slot only and
-    is in the way of others, a slot shows nothing then, and there is no prompt cache.
+    position nothing has to be mapped. With `sticky=False`, for arenas where that is in the way, it shows nothing then.
+    With `shares=False`, for arenas where a granule can be shown by one slot only, there is no prompt cache either.
     """
 
-    def __init__(self, spec: KvSpec, *, shares: bool = True, prompt_cache: bool = True) -> None:
+    def __init__(self, spec: KvSpec, *, shares: bool = True, sticky: bool = True, prompt_cache: bool = True) -> None:
         self.spec = spec
         self.pool = GranulePool(spec.num_granules, spec.block_granules)
         self.swap = SwapSpace(spec.host_granules)
         self.cache = PromptCache(spec.granule_tokens, self.pool, self.swap)
         self._shares = shares
+        self._sticky = sticky and shares
         self._caching = shares and prompt_cache
         self._slots = [Slot() for _ in range(spec.num_slots)]
         # Idle slots, the one idle longest first: a dict as an ordered set.
@@ -152,7 +153,7 @@ class KvAccounting:
         plenty are free. The granule stays available to others."""
         slot = self._live(number)
         size = self.spec.granule_tokens
-        plenty = self._shares and self.pool.free * TIGHT_SHARE > self.spec.num_granules
+        plenty = self._sticky and self.pool.free * TIGHT_SHARE > self.spec.num_granules
         room = (slot.needed + 1) * size
         if plenty and slot.granules == slot.needed and room <= self.spec.max_tokens and 2 * (room - tokens) <= 3 * size:
             self._extend(number, slot, slot.needed + 1, self._plan.ahead)
@@ -192,7 +193,7 @@ class KvAccounting:
             self._keep(slot, tokens, written)
         else:
             self._give_up(slot, valid)
-        if not self._shares and slot.shown:
+        if not self._sticky and slot.shown:
             self._plan.views.append(Hide(number, 0))
             slot.shown, slot.ages = [], []
         if slot.node is not None:
@@ -416,11 +417,11 @@ class KvAccounting:
             spill = self.cache.next_spill(self._plans, SPILL_SEARCH)
             if spill is None:
                 return
-            node, places = spill
-            granules += node.count
-            self._moving.append((self._plans, node))
-            if node.unit is not None:
-                moves = zip(node.unit.granules, places, strict=True)
+            chain, places = spill
+            granules += chain[0].count
+            self._moving += [(self._plans, node) for node in chain]
+            if (unit := chain[0].unit) is not None:
+                moves = zip(unit.granules, places, strict=True)
                 self._plan.moves += [SwapOut(granule, place) for granule, place in moves]
 
     def _position(self, slot: Slot, units: int) -> int:

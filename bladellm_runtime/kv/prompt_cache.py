@@ -114,10 +114,11 @@ class PromptCache:
         self._land(node, unit)
         return node, True
 
-    def use(self, node: Node) -> None:
-        """Count a user of a node on the device."""
-        self._clock += 1
-        node.last_use = self._clock
+    def use(self, node: Node, touch: bool = True) -> None:
+        """Count a user of a node on the device; all its ancestors must have users. `touch`: of its contents."""
+        if touch:
+            self._clock += 1
+            node.last_use = self._clock
         if node.users == 0:
             self.idle -= node.count
         else:
@@ -156,9 +157,10 @@ class PromptCache:
             self._drop(node)
         return unit
 
-    def next_spill(self, before: int, most: int) -> tuple[Node, list[int]] | None:
+    def next_spill(self, before: int, most: int) -> tuple[list[Node], list[int]] | None:
         """The next unit to copy to the host, with the places for it: among the `most` that would be evicted next, born
-        before plan `before`, not there yet. It gets a user, so that it stays; None when there is none."""
+        before plan `before`, not there yet. The unit's node comes with its ancestors, children first, all of which get
+        a user, so that they stay; None when there is none."""
         clean: list[Node] = []
         found: Node | None = None
         while found is None and len(clean) < most and (node := self._pop_leaf()) is not None:
@@ -176,10 +178,10 @@ class PromptCache:
             return None
         found.places = places
         self._hosted[found] = None
-        last_use = found.last_use
-        self.use(found)
-        found.last_use = last_use
-        return found, places
+        chain = list(_ancestry(found))
+        for node in chain:
+            self.use(node, touch=False)
+        return chain, places
 
     def forget(self, node: Node) -> None:
         """Take a node and what follows it out of the tree, as far as nobody else uses it; its KV may be wrong."""
@@ -304,6 +306,13 @@ class PromptCache:
             yield each
             for siblings in each.children.values():
                 stack.extend(siblings)
+
+
+def _ancestry(node: Node) -> Iterator[Node]:
+    """A node and its ancestors, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def _latest(node: Node, first: bytes) -> list[Node]:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from bladellm_kernels.kv_write import kv_write
+from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
-from bladellm_kernels.rotary import rotary
+from bladellm_kernels.rotary_kv_write import rotary_kv_write
 
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.layers.linear import LinearLayer
@@ -55,11 +55,12 @@ class Attention:
         """x [T, hidden] -> [T, hidden], writing K and V to the arena; cos, sin: tables of the step's positions."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        turned = rotary(self._normalise(qkv[:, : heads + kv_heads]), cos, sin)
-        q, k = turned[:, :heads], turned[:, heads:]
-        kv_layer = batch.kv.layer_kv(self.layer)
-        kv_write(kv_layer, batch.kv_rows, k, qkv[:, heads + kv_heads :])
-        return self.output(self._attend(q, kv_layer, batch).view(x.shape[0], -1))
+        qk, v = self._normalise(qkv[:, : heads + kv_heads]), qkv[:, heads + kv_heads :]
+        kv = batch.kv.layer(self.layer)
+        q = rotary_kv_write(
+            qk[:, :heads], qk[:, heads:], v, cos, sin, kv, batch.kv_rows, batch.granule_rows, rotate=batch.rotation
+        )
+        return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
 
     def _normalise(self, qk: torch.Tensor) -> torch.Tensor:
         if self.q_norm is None or self.k_norm is None:
@@ -67,21 +68,23 @@ class Attention:
         heads = self.shape.heads
         return torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
 
-    def _attend(self, q: torch.Tensor, kv_layer: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         count = batch.num_decode
         if count:
             ragged_decode_attention(
                 q[:count],
-                kv_layer,
+                kv,
                 batch.decode_base_rows,
+                batch.decode_slots,
                 batch.decode_kv_lens,
                 batch.max_decode_kv_len,
                 self.shape.scale,
                 self.shape.window,
+                work=batch.decode_work(self.shape.window),
                 out=out[:count],
             )
         if batch.prefills:
-            ragged_prefill_attention(q, kv_layer, batch.prefills, self.shape.scale, self.shape.window, out=out)
+            ragged_prefill_attention(q, kv, batch.prefills, self.shape.scale, self.shape.window, out=out)
         return out

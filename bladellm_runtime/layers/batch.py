@@ -29,6 +29,7 @@ class ForwardBatch:
     decode_base_rows, decode_slots: int64 [num_decode], row of position 0 and slot; decode_kv_lens: int64 [num_decode],
     KV length after the write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R],
     indices into T whose logits are wanted. workspace: where decode attention plans its work, None on a CPU.
+    rotation: [D, D], turns queries and keys before they are stored.
     """
 
     input_ids: torch.Tensor
@@ -44,6 +45,7 @@ class ForwardBatch:
     logit_tokens: torch.Tensor
     kv: KvArena
     workspace: DecodeWorkspace | None = None
+    rotation: torch.Tensor | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
 
     def decode_work(self, window: int | None) -> DecodeWork | None:

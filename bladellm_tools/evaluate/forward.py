@@ -1,9 +1,10 @@
 """Windows through the runtime's own decoder and a small KV arena, one prefill row each: what the server computes."""
 
 import torch
+from bladellm_kernels.kv_format import NO_QUANT
 
 from bladellm_runtime.errors import ConfigError
-from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.arena import KvArena, KvShape
 from bladellm_runtime.kv.factory import arena_kind, make_arena, page_bytes
 from bladellm_runtime.kv.operations import MemoryPlan, Show
 from bladellm_runtime.kv.sizing import kv_groups, plan_spec
@@ -63,12 +64,13 @@ class WindowForward:
 def window_arena(model: Decoder, window: int, batch: int) -> KvArena:
     """The KV arena a server on this device would have, of `batch` slots. Raises `ConfigError` where it is too large."""
     spec = model.spec
-    groups = kv_groups(spec.layers, 2 * spec.kv_heads * spec.head_dim * model.dtype.itemsize, LAYERS_PER_GROUP)
-    page = page_bytes(arena_kind("auto", model.device))
+    shape = KvShape(spec.kv_heads, spec.head_dim, model.dtype, NO_QUANT)
+    groups = kv_groups(spec.layers, shape.payload_bytes, LAYERS_PER_GROUP)
+    page = page_bytes(arena_kind("auto", model.device), model.device)
     budget = batch * (window + LARGEST_GRANULE) * sum(group.token_bytes for group in groups)
     plan = plan_spec(groups, budget, batch, window, GRANULE_TOKENS, page)
     try:
-        return make_arena("auto", plan, spec.kv_heads, spec.head_dim, model.dtype, model.device)
+        return make_arena("auto", "ragged_flash", plan, shape, model.device)
     except ConfigError as error:
         size = plan.num_granules * plan.granule_bytes / 2**30
         raise ConfigError(

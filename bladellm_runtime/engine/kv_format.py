@@ -1,0 +1,46 @@
+"""How this engine stores keys and values: what was asked for, or what the device and the model can have instead."""
+
+import logging
+
+import torch
+from bladellm_kernels.hadamard import hadamard_matrix
+from bladellm_kernels.kv_format import KV_FORMATS, NO_QUANT, KvFormat
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.models.config import ModelSpec
+
+FP8_CAPABILITY = (8, 9)
+logger = logging.getLogger(__name__)
+
+
+def pick_kv_format(args: EngineArgs, spec: ModelSpec, device: torch.device) -> KvFormat:
+    """The format of `--kv_cache_quant`; `no_quant`, with a warning, where the device cannot have it."""
+    format = KV_FORMATS[args.kv_cache_quant]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    problem = format_problem(format, spec.head_dim, capability)
+    if problem is None:
+        return format
+    logger.warning("--kv_cache_quant %s %s; keys and values are not quantized", format.name, problem)
+    return NO_QUANT
+
+
+def format_problem(format: KvFormat, head_dim: int, capability: tuple[int, int] | None) -> str | None:
+    """Why a format cannot be had; capability: of the CUDA device, None for a CPU, which can have all of them."""
+    if head_dim % format.per_element:
+        return f"needs heads of even size, not {head_dim}"
+    if capability is not None and format.name.startswith("fp8") and capability < FP8_CAPABILITY:
+        return "needs a GPU of compute capability {}.{} or more, not {}.{}".format(*FP8_CAPABILITY, *capability)
+    return None
+
+
+def key_rotation(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """The matrix of `--kv_cache_hadamard`. Raises `ConfigError` where it makes no sense or there is none."""
+    if not args.kv_cache_hadamard:
+        return None
+    if args.kv_cache_quant == NO_QUANT.name:
+        raise ConfigError("--kv_cache_hadamard does nothing for an unquantized KV cache; set --kv_cache_quant too")
+    try:
+        return hadamard_matrix(spec.head_dim, dtype, device)
+    except ValueError as error:
+        raise ConfigError(f"--kv_cache_hadamard: {error}; leave it out") from error
