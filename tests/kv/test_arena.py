@@ -182,7 +182,7 @@ WRONG = {
 @pytest.mark.parametrize("views", WRONG.values(), ids=WRONG)
 def test_views_that_cannot_be_meant_are_refused(kind, views):
     arena = QUANTIZED.arena(kind)
-    with pytest.raises(ValueError, match="outside the KV arena|leaves a gap|whole block of 4"):
+    with pytest.raises(ValueError, match=r"outside the KV arena|leaves a gap|whole block of 4"):
         run_plan(arena, views)
     arena.close()
 

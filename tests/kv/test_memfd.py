@@ -136,7 +136,7 @@ def test_a_refused_mapping_is_unwound(monkeypatch, failing, position):
 
     monkeypatch.setattr(virtual, "map_memory", refusing)
     views = [Show(0, position, [20, 22]), Show(2, 0, [33])]
-    with pytest.raises(MemoryError, match="slot 0 cannot be mapped.*refused"):
+    with pytest.raises(MemoryError, match=r"slot 0 cannot be mapped.*refused"):
         run_plan(arena, views)
     monkeypatch.undo()
     assert [len(arena.granules(slot)) for slot in range(3)] == [position, 2, 1]
