@@ -15,7 +15,7 @@ from bladellm_runtime.kv.dlpack import bytes_at
 from bladellm_runtime.kv.granule_arena import GranuleArena
 from bladellm_runtime.kv.mapped_layers import granule_views, layer_views
 from bladellm_runtime.kv.mapper import Mapper
-from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapOut
+from bladellm_runtime.kv.operations import Copy, MemoryPlan, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,15 @@ class CudaArena(GranuleArena):
 
     def submit(self, plan: MemoryPlan) -> None:
         self._open()
-        self._check_blocks(plan)
+        converted = self._convert(plan)
         for view in plan.views:
             self._view(view)
         self._ticket = self._mapper.ticket()
         for ahead in plan.ahead:
             self._view(ahead)
+        if any(granule // self.spec.block_granules in converted for granule in _written(plan)):
+            # What moves write to must be there: memory that a view ahead replaces is waited for as well.
+            self._ticket = self._mapper.ticket()
         self._table.upload()
 
     def wait(self) -> None:
@@ -94,22 +97,39 @@ class CudaArena(GranuleArena):
         memory = self._memory
         self._mapper.submit(lambda: memory.hide(slot, keep))
 
-    def _check_blocks(self, plan: MemoryPlan) -> None:
-        """Raise `ValueError` where a plan takes a block both ways, or moves contents that taking it otherwise ends."""
+    def _convert(self, plan: MemoryPlan) -> set[int]:
+        """The blocks that a plan takes otherwise than before, from now on entered as taken so.
+
+        Raises `ValueError` where it takes a block both ways, or reads contents that end with its views.
+        """
         length = self.spec.block_granules
-        shows = [view for view in (*plan.views, *plan.ahead) if not isinstance(view, Hide)]
         taken: dict[int, bool] = {}
-        for view in shows if length > 1 else ():
+        shows = [view for view in (*plan.views, *plan.ahead) if isinstance(view, Show) and length > 1]
+        for view in shows:
             for block in {granule // length for granule in view.granules}:
                 if taken.setdefault(block, view.whole) != view.whole:
                     raise ValueError(f"block {block} is shown whole and in parts by one plan")
-        ended = {block for block, whole in taken.items() if block < len(self._whole) and self._whole[block] != whole}
-        for move in plan.moves:
-            source = move.source if isinstance(move, Copy) else move.granule if isinstance(move, SwapOut) else -1
-            if source // length in ended:
-                raise ValueError(f"{move} reads a block that the same plan takes otherwise")
-        for block in ended:
+        converted = {
+            block for block, whole in taken.items() if block < len(self._whole) and self._whole[block] != whole
+        }
+        for granule in _read(plan):
+            if granule // length in converted:
+                raise ValueError(f"a move reads granule {granule}, whose block the same plan takes otherwise")
+        for block in converted:
             self._whole[block] = taken[block]
+        return converted
+
+
+def _read(plan: MemoryPlan) -> list[int]:
+    """Granules that moves read."""
+    sources = [move.source for move in plan.moves if isinstance(move, Copy)]
+    return sources + [move.granule for move in plan.moves if isinstance(move, SwapOut)]
+
+
+def _written(plan: MemoryPlan) -> list[int]:
+    """Granules that moves write."""
+    targets = [move.target for move in plan.moves if isinstance(move, Copy)]
+    return targets + [move.granule for move in plan.moves if isinstance(move, SwapIn)]
 
 
 def _show(memory: CudaMemory, view: Show) -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -137,21 +138,17 @@ def probe(driver: MemoryDriver, device: torch.device) -> None:
     Raises `OSError` or `MemoryError` where it cannot.
     """
     size = driver.granularity
-    first = driver.reserve(2 * size)
-    try:
+    with ExitStack() as undo:
+        first = driver.reserve(2 * size)
+        undo.callback(driver.free, first, 2 * size)
         handle = driver.create(size)
-        try:
-            for address in (first, first + size):
-                driver.map(address, size, handle)
-            both = bytes_at(first, 2 * size, device)
-            driver.zero([(first, size)])
-            both[:size].add_(7)
-            seen = int(both[size:].sum())
-            for address in (first, first + size):
-                driver.unmap(address, size)
-        finally:
-            driver.release(handle)
-    finally:
-        driver.free(first, 2 * size)
+        undo.callback(driver.release, handle)
+        for address in (first, first + size):
+            driver.map(address, size, handle)
+            undo.callback(driver.unmap, address, size)
+        both = bytes_at(first, 2 * size, device)
+        driver.zero([(first, size)])
+        both[:size].add_(7)
+        seen = int(both[size:].sum())
     if seen != 7 * size:
         raise OSError("memory mapped at two addresses is not the same at both")

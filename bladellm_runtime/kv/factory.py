@@ -68,8 +68,7 @@ def make_arena(
     settled = arena_kind(kind, device, attn_cls)
     try:
         if settled == "cuda":
-            located = torch.device("cuda", _index(device))
-            return CudaArena(spec, shape, located, cuda_driver(_index(device)))
+            return CudaArena(spec, shape, _located(device), cuda_driver(_index(device)))
         arenas: dict[str, Callable[[KvSpec, KvShape, torch.device], KvArena]]
         arenas = {"memfd": MemfdArena, "relocating": RelocatingArena, "paged": PagedArena}
         return arenas[settled](spec, shape, device)
@@ -101,7 +100,7 @@ def _cuda_or_less(kind: ArenaChoice, device: torch.device) -> ArenaKind:
 def _cuda_problem(index: int) -> str | None:
     """What keeps a CUDA device from mapping memory; None if it can. Tried once a process."""
     try:
-        probe(cuda_driver(index), torch.device("cuda", index))
+        probe(cuda_driver(index), _located(torch.device("cuda", index)))
     except (OSError, MemoryError, RuntimeError) as error:
         return f"cannot map memory ({_first_line(error)})"
     return None
@@ -109,6 +108,11 @@ def _cuda_problem(index: int) -> str | None:
 
 def _index(device: torch.device | None) -> int:
     return torch.cuda.current_device() if device is None or device.index is None else device.index
+
+
+def _located(device: torch.device) -> torch.device:
+    """A CUDA device with its number."""
+    return torch.device("cuda", _index(device))
 
 
 def _refusal(kind: ArenaKind, spec: KvSpec, error: Exception) -> str:

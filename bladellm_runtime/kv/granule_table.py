@@ -36,12 +36,13 @@ class GranuleTable:
         shown: list[int] = self.rows[slot, : self._lengths[slot]].tolist()
         return shown
 
-    def pieces(self, slot: int, position: int, granules: Sequence[int]) -> int:
-        """How many runs of consecutive granules the slot would show with `granules` from `position` on."""
-        end = position + len(granules)
-        row = self.rows[slot, : max(end, self._lengths[slot])].copy()
-        row[position:end] = granules
-        return int(np.count_nonzero(np.diff(row) != 1)) + (len(row) > 0)
+    def pieces(self, slot: int, end: int, view: Show | None = None) -> int:
+        """How many runs of consecutive granules the slot's first `end` granules are, those of `view` in place."""
+        row = self.rows[slot, :end]
+        if view is not None:
+            row = row.copy()
+            row[view.position : view.position + len(view.granules)] = view.granules
+        return int(np.count_nonzero(np.diff(row) != 1)) + (end > 0)
 
     def check(self, view: Show | Hide) -> None:
         """Raise `ValueError` for a view outside the arena, with a gap before it, or not of a whole block as it says."""

@@ -60,7 +60,8 @@ class MemfdArena(GranuleArena):
         self._close_file()
 
     def _show(self, view: Show) -> None:
-        pieces = self._table.pieces(view.slot, view.position, view.granules)
+        end = max(self._table.length(view.slot), view.position + len(view.granules))
+        pieces = self._table.pieces(view.slot, end, view)
         before, self._pieces[view.slot] = self._pieces[view.slot], pieces
         if self.mappings > self._limit and pieces > before:
             self._pieces[view.slot] = before
@@ -92,4 +93,4 @@ class MemfdArena(GranuleArena):
             with contextlib.suppress(OSError):
                 addresses.unmap((slot * self._slot_granules + keep) * size, (self._slot_granules - keep) * size)
             self.stats.unmaps += 1
-        self._pieces[slot] = len(runs(self._table.granules(slot)[:keep]))
+        self._pieces[slot] = self._table.pieces(slot, keep)

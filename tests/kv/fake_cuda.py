@@ -28,7 +28,8 @@ OK = (CUresult.CUDA_SUCCESS,)
 class FakeCuda:
     """In place of the module cuda.bindings.driver.
 
-    `capacity`: bytes of physical memory. `fail`: the error of the next calls by name, after how many that succeed.
+    `capacity`: bytes of physical memory. `fail`: (number of calls that succeed first, error) by the call's name.
+    `aliases`: whether memory mapped twice is the same memory.
     """
 
     CUresult = CUresult
@@ -40,6 +41,7 @@ class FakeCuda:
 
     def __init__(self, capacity=1 << 40):
         self.capacity = capacity
+        self.aliases = True
         self.calls = []
         self.fail = {}
         self.reservations = {}
@@ -120,13 +122,8 @@ class FakeCuda:
             outcome = (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
         if outcome != OK:
             return *outcome, None
-        places = self._free_places.get(size)
-        place = places.pop() if places else self._file_end
-        self._file_end = max(self._file_end, place + size)
-        os.ftruncate(self._fd, self._file_end)
-        os.pwrite(self._fd, b"\xff" * size, place)
         self._last_handle += 1
-        self.handles[self._last_handle] = (place, size)
+        self.handles[self._last_handle] = (self._place(size), size)
         return CUresult.CUDA_SUCCESS, self._last_handle
 
     def cuMemRelease(self, handle):
@@ -157,7 +154,8 @@ class FakeCuda:
                 mapping = self.mappings[start]
                 mapping["access"] = True
                 base = self._reservation(start, mapping["size"])
-                base.map(start - base.address, mapping["size"], self._fd, self.handles[mapping["handle"]][0])
+                place = self.handles[mapping["handle"]][0] if self.aliases else self._place(mapping["size"])
+                base.map(start - base.address, mapping["size"], self._fd, place)
         return outcome
 
     def cuMemUnmap(self, address, size):
@@ -170,7 +168,8 @@ class FakeCuda:
     def cuMemsetD8Async(self, address, value, size, stream):
         assert stream == "stream"
         covered = self._overlapping(address, size)
-        assert sum(self.mappings[start]["size"] for start in covered) == size, "memset of addresses without memory"
+        ends = ((max(start, address), min(start + self.mappings[start]["size"], address + size)) for start in covered)
+        assert sum(end - start for start, end in ends) == size, "memset of addresses without memory"
         assert all(self.mappings[start]["access"] for start in covered), "memset without access"
         if (outcome := self._outcome("cuMemsetD8Async")) == OK:
             ctypes.memset(address, value, size)
@@ -188,6 +187,15 @@ class FakeCuda:
             return OK
         del self.fail[name]
         return (error,)
+
+    def _place(self, size):
+        """Where in the file there is room, filled with what nobody expects."""
+        places = self._free_places.get(size)
+        place = places.pop() if places else self._file_end
+        self._file_end = max(self._file_end, place + size)
+        os.ftruncate(self._fd, self._file_end)
+        os.pwrite(self._fd, b"\xff" * size, place)
+        return place
 
     def _reservation(self, address, size):
         starts = sorted(self.reservations)

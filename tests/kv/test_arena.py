@@ -1,17 +1,17 @@
 """Every arena against a naive model: whatever slots do, every token they show is what was last written to it."""
 
-import gc
-import os
-
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from bladellm_runtime.kv.cuda_driver import CudaDriver
 from bladellm_runtime.kv.operations import Copy, Hide, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.relocating import copy_rows
 from tests.kv.accounting_model import AccountingModel
-from tests.kv.arena_cases import GEOMETRIES, KINDS, Geometry, layers, run_plan
+from tests.kv.arena_cases import CPU, GEOMETRIES, KINDS, Geometry, assert_holds, layers, payload_rows, run_plan, write
 from tests.kv.fake_cuda import FakeCuda
 
 NUMBERS = st.integers(0, 10**6)
@@ -154,3 +154,187 @@ def test_contents_survive(kind):
 def test_contents_survive_thorough(kind):
     case = type("Thorough", (MACHINES[kind].TestCase,), {"settings": THOROUGH})
     case("runTest").debug()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+QUANTIZED = Geometry(format="int4_affine", head_dim=20, dtype=torch.bfloat16)
+WRONG = {
+    "a slot below": [Show(-1, 0, [1])],
+    "a slot above": [Show(4, 0, [1])],
+    "a position above": [Show(0, 0, [*range(9)])],
+    "a granule above": [Show(0, 0, [16])],
+    "a granule below": [Show(0, 0, [-1])],
+    "no granules": [Show(0, 0, [])],
+    "a gap": [Show(0, 1, [3])],
+    "a gap after a hide": [Show(0, 0, [1, 2, 3]), Hide(0, 1), Show(0, 2, [4])],
+    "half a block": [Show(0, 0, [4, 5], whole=True)],
+    "a block across blocks": [Show(0, 0, [6, 7, 8, 9], whole=True)],
+    "a block in disorder": [Show(0, 0, [4, 6, 5, 7], whole=True)],
+    "hiding in a slot above": [Hide(4, 0)],
+    "keeping too much": [Hide(0, 9)],
+}
+
+
+@pytest.mark.parametrize("views", WRONG.values(), ids=WRONG)
+def test_views_that_cannot_be_meant_are_refused(kind, views):
+    arena = QUANTIZED.arena(kind)
+    with pytest.raises(ValueError, match=r"outside the KV arena|leaves a gap|whole block of 4"):
+        run_plan(arena, views)
+    arena.close()
+
+
+def test_a_closed_arena_refuses_plans(kind):
+    arena = QUANTIZED.arena(kind)
+    run_plan(arena, [Show(0, 0, [1])])
+    arena.close()
+    arena.close()
+    for operation in (lambda: run_plan(arena, [Show(1, 0, [2])]), arena.wait, lambda: arena.move([Copy(1, 2, 1)])):
+        with pytest.raises(ValueError, match="closed"):
+            operation()
+
+
+def test_fresh_memory_is_zero(kind):
+    """Every granule of the pool, shown whole or not, with its scales."""
+    arena = QUANTIZED.arena(kind)
+    run_plan(arena, [Show(0, 0, [5, 4, 7, 6]), Show(1, 0, [8, 9, 10, 11], whole=True), Show(2, 0, [0, 1, 2, 3])])
+    run_plan(arena, [Show(0, 4, [15, 14, 13, 12])])
+    for slot, count in ((0, 8), (1, 4), (2, 4)):
+        assert_holds(arena, slot, np.zeros(count * arena.spec.granule_tokens, np.int64))
+    arena.close()
+
+
+def test_layers_are_what_operators_expect(kind):
+    arena = QUANTIZED.arena(kind)
+    run_plan(arena, [Show(2, 0, [7, 5])])
+    spec = arena.spec
+    for kv in layers(arena):
+        assert kv.payload.dtype == torch.uint8
+        assert kv.payload.shape[1:] == (2, 2, 10)
+        assert kv.payload.stride(-1) == 1
+        assert (kv.kv_heads, kv.head_dim, kv.granule_tokens) == (2, 20, spec.granule_tokens)
+        assert kv.scales.shape == (16, 2, 2, 2, spec.granule_tokens)
+        assert (kv.scales.dtype, kv.scales.stride(-1)) == (torch.float16, 1)
+        assert (kv.table.dtype, kv.table[2, :2].tolist()) == (torch.int32, [7, 5])
+        assert kv.paged == (kind == "paged")
+    assert arena.layer(1) is arena.layer(1)
+    if kind == "paged":
+        assert arena.base_row(3) == 0
+    elif kind != "relocating":
+        assert arena.layer(0).payload.shape[0] == spec.num_slots * spec.max_tokens
+        assert arena.base_row(3) == 3 * spec.max_tokens
+        # K and V of a head are neighbours, then come the heads, then the layers of the group, then the tokens.
+        assert arena.layer(0).payload.stride() == (80, 10, 20, 1)
+        assert arena.layer(1).payload.data_ptr() - arena.layer(0).payload.data_ptr() == 40
+        assert arena.layer(2).payload.stride() == (40, 10, 20, 1)
+    arena.close()
+
+
+def test_a_table_is_kept_only_where_it_is_read(kind):
+    arena = Geometry().arena(kind)
+    assert (arena.layer(0).table is not None) == (kind == "paged")
+    assert arena.layer(0).scales is None
+    arena.close()
+
+
+def test_a_table_follows_shows_and_hides(kind):
+    arena = QUANTIZED.arena(kind)
+    table = arena.layer(0).table
+    assert table.shape == (4, 8)
+    run_plan(arena, [Show(1, 0, [3, 9, 1]), Show(2, 0, [4, 5, 6, 7], whole=True)])
+    run_plan(arena, [Hide(1, 2), Show(2, 4, [8])], ahead=[Show(1, 2, [0])])
+    assert table[1:3].tolist() == [[3, 9, 0, *[-1] * 5], [4, 5, 6, 7, 8, *[-1] * 3]]
+    assert [list(arena.granules(slot)) for slot in (0, 1)] == [[], [3, 9, 0]]
+    arena.close()
+
+
+def test_rows_can_be_indexed_like_any_tensor(kind):
+    """The ways attention and KV writes reach rows: index_put, index_select, slices, matmul over a view."""
+    arena = Geometry(head_dim=8).arena(kind)
+    run_plan(arena, [Show(1, 0, [9, 3, 4]), Show(3, 0, [1, 12])])
+    values = torch.randn(2, 2, 2, 8)
+    for index, kv in enumerate(layers(arena)):
+        places = (payload_rows(arena, kv, slot, position, 1) for slot, position in ((3, 1), (1, 5)))
+        rows = torch.cat([torch.arange(p.start, p.stop) if isinstance(p, slice) else p for p in places])
+        kv.payload[rows] = values + index
+        assert torch.equal(kv.payload.index_select(0, rows), values + index)
+        keys = kv.payload[int(rows[0]) : int(rows[0]) + 1, 0].transpose(0, 1)
+        assert torch.allclose(keys @ keys.transpose(1, 2), (values[0, 0] + index).pow(2).sum(-1)[:, None, None])
+    arena.close()
+
+
+def test_a_plan_hides_before_it_shows_what_was_hidden(kind):
+    arena = QUANTIZED.arena(kind)
+    run_plan(arena, [Show(0, 0, [*range(8)]), Show(1, 0, [*range(8, 16)])])
+    run_plan(arena, [Hide(0, 2), Show(2, 0, [*range(2, 8)])])
+    tokens = arena.spec.granule_tokens
+    write(arena, 2, 0, np.arange(1, 6 * tokens + 1))
+    write(arena, 0, 0, np.arange(1, 2 * tokens + 1))
+    assert_holds(arena, 2, np.arange(1, 6 * tokens + 1))
+    assert [len(arena.granules(slot)) for slot in range(4)] == [2, 8, 6, 0]
+    arena.close()
+
+
+@pytest.mark.parametrize("sharing", ["memfd", "paged", "cuda"])
+def test_slots_that_share_granules_see_each_others_writes(sharing):
+    arena = QUANTIZED.arena(sharing)
+    run_plan(arena, [Show(0, 0, [6, 2, 4]), Show(1, 0, [6, 2]), Show(1, 2, [8, 9, 10, 11], whole=True)])
+    run_plan(arena, [Show(2, 0, [6]), Show(2, 1, [8, 9, 10, 11], whole=True)])
+    stamps = np.arange(1, 6 * arena.spec.granule_tokens + 1).reshape(6, -1)
+    write(arena, 1, 0, stamps.reshape(-1))
+    assert_holds(arena, 0, stamps[:2].reshape(-1))
+    assert_holds(arena, 2, stamps[[0, 2, 3, 4, 5]].reshape(-1))
+    run_plan(arena, [Hide(1, 0), Hide(0, 0)])
+    assert_holds(arena, 2, stamps[[0, 2, 3, 4, 5]].reshape(-1))
+    arena.close()
+
+
+def test_relocating_memory_has_each_granule_once():
+    arena = QUANTIZED.arena("relocating")
+    run_plan(arena, [Show(0, 0, [6, 2])])
+    for views in ([Show(1, 0, [2])], [Show(0, 2, [6])]):
+        with pytest.raises(ValueError, match="is shown already, by slot 0"):
+            run_plan(arena, views)
+    for move in (Copy(6, 3, 1), Copy(3, 6, 1), SwapOut(3, 0)):
+        with pytest.raises(ValueError, match="granule 3 is shown by no slot"):
+            arena.move([move])
+    run_plan(arena, [Hide(0, 1), Show(1, 0, [2]), Show(0, 0, [5])], [Copy(5, 2, 1)])
+    run_plan(arena, [Show(2, 0, [6])])
+    arena.close()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_copy_rows_equals_a_copy_through_a_clone(data):
+    length = data.draw(st.integers(1, 60))
+    count = data.draw(st.integers(1, length))
+    source, target = (data.draw(st.integers(0, length - count)) for _ in range(2))
+    scratch = torch.empty(data.draw(st.integers(1, 20)), 2)
+    rows = torch.from_numpy(np.random.default_rng().normal(size=(length, 2))).float()
+    expected = rows.clone()
+    expected[target : target + count] = rows[source : source + count].clone()
+    copy_rows(rows, source, target, count, scratch)
+    assert torch.equal(rows, expected)
+
+
+def test_relocations_are_counted():
+    arena = Geometry(blocks=10, block_granules=1, max_granules=9).arena("relocating")
+    run_plan(arena, [Show(0, 0, [0, 1]), Show(1, 0, [2, 3])])
+    assert arena.stats.relocated_granules == 0
+    bases = arena.base_row(0), arena.base_row(1)
+    run_plan(arena, [Show(0, 2, [*range(4, 10)])])
+    assert (arena.base_row(0), arena.base_row(1)) != bases
+    assert 2 <= arena.stats.relocated_granules <= 4
+    arena.close()
+
+
+def test_specs_that_do_not_fit_the_model_are_refused(kind):
+    spec = QUANTIZED.spec(kind)
+    for geometry in (QUANTIZED.but(kv_heads=3), QUANTIZED.but(format="int4")):
+        arena = QUANTIZED.arena(kind)
+        with pytest.raises(ValueError, match="bytes a token"):
+            type(arena)(spec, geometry.shape, *([CPU, CudaDriver(0, FakeCuda())] if kind == "cuda" else [CPU]))
+        arena.close()
