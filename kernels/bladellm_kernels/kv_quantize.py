@@ -35,8 +35,9 @@ def kv_quantize(x: torch.Tensor, format: KvFormat) -> tuple[torch.Tensor, torch.
 
 def _codes(levels: torch.Tensor, scale: torch.Tensor, format: KvFormat) -> torch.Tensor:
     """levels: x less its zero."""
-    steps = levels * torch.where(scale > 0, scale.reciprocal(), 0.0)
-    # The bounds are whole numbers: saturating before rounding gives the same codes. A NaN has no code.
+    # By the reciprocal, as divisions are slow. The bounds are whole numbers: saturating before rounding gives the same
+    # codes. NaN, as from zeros with scale 0, gets the code of 0.
+    steps = levels * scale.reciprocal()
     steps = torch.where(steps.isnan(), 0.0, steps).clamp(format.lowest - format.offset, format.highest - format.offset)
     if format.storage is None or format.storage.is_floating_point:
         return steps.to(format.storage)

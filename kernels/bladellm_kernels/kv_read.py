@@ -17,7 +17,9 @@ def kv_read(
     if not kv.paged:
         stored = kv.payload[base_row + first : base_row + end]
     else:
-        stored = kv.payload.index_select(0, granule_rows(kv, slot, first, end))
+        # As bytes where elements are, since not every device picks float8 by index.
+        payload = kv.payload.view(torch.uint8) if kv.payload.dtype.itemsize == 1 else kv.payload
+        stored = payload.index_select(0, granule_rows(kv, slot, first, end)).view(kv.payload.dtype)
     if not kv.format.quantized:
         return stored if dtype is None else stored.to(dtype)
     return dequantize_kv(stored, _scales(kv, slot, first, end), kv.format).to(dtype or torch.float32)

@@ -153,8 +153,7 @@ def quantized(
         tl.store(scales + place + plane_stride, zero, mask=written)
         first -= zero.to(tl.float32)[:, :, None]
         second -= zero.to(tl.float32)[:, :, None]
-    width = scale.to(tl.float32)
-    inverse = tl.where(width > 0.0, tl.div_rn(tl.full(width.shape, 1.0, tl.float32), width), 0.0)
+    inverse = tl.div_rn(tl.full(span.shape, 1.0, tl.float32), scale.to(tl.float32))
     first = codes_of(first, inverse, LOWEST, HIGHEST, OFFSET, FP8, LEAST, UNIT)
     return first, codes_of(second, inverse, LOWEST, HIGHEST, OFFSET, FP8, LEAST, UNIT)
 

@@ -1,5 +1,10 @@
 """kv_write in every format: what it stores, what kv_read gives back, and what it leaves alone."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from bladellm_kernels.kv_format import KV_FORMATS
@@ -10,6 +15,7 @@ from bladellm_kernels.kv_write import kv_write, kv_write_reference
 from tests.kernels.conditions import DEVICES, DTYPES
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, check_nearest, memory, numbers
 
+ROOT = Path(__file__).parents[2]
 FORMATS = list(KV_FORMATS)
 LAYOUTS = [{}, {"mapped": True}, {"paged": True}]
 
@@ -152,3 +158,19 @@ def test_rows_beyond_32_bits(name):
     limit = 0.5 if name.startswith("int4") else 0.05
     assert (back - torch.stack((k, v), 1).cpu().float()).abs().max() < limit
     assert not payload[: count - 256].any()
+
+
+def test_the_benchmark_runs_on_a_cpu(tmp_path):
+    line = [sys.executable, "kernels/benchmarks/kv_write.py", "--device", "cpu", "--tokens", "1", "5", "--rotate"]
+    line += ["--heads", "4", "--kv_heads", "2", "--head_dim", "16", "--seconds", "0.001", "--json", tmp_path / "b.json"]
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(row["format"], row["rotate"], row["tokens"]) for row in rows] == [
+        (name, rotate, tokens) for name in FORMATS for rotate in (False, True) for tokens in (1, 5)
+    ]
+    # q twice, k, v and both tables; then bfloat16 or codes with scales.
+    plain = 2 * 4 * 16 * 2 + 2 * 2 * 16 * 2 + 2 * 16 * 4
+    stored = {(row["format"], row["tokens"]): row["moved"] - row["tokens"] * plain for row in rows}
+    assert stored["no_quant", 5] == 5 * 2 * 2 * 16 * 2
+    assert stored["int4_affine", 1] == 2 * 2 * (8 + 4)
