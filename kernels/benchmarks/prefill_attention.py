@@ -1,0 +1,212 @@
+"""Time ragged prefill attention beside torch's attention on plain tensors.
+
+python kernels/benchmarks/prefill_attention.py [--heads 32x8x128] [--cases 8192 2048+5000 512,512,2048+8192]
+                                               [--formats no_quant int8] [--json]
+
+A case is a batch of chunks, QUERIES or QUERIES+PREFIX each. 100 % is the better of the cuDNN and the flash back end of
+`scaled_dot_product_attention` on a whole sequence of contiguous tensors, and for a prefix the same rate of operations
+as that of the case's queries without mask against all its keys. Operations are those of the visible scores.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from bladellm_kernels import prefill_sdpa
+from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
+from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.prefill_tiles import Span, TileShape
+from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+GRANULE = 64
+CASES = [
+    *("512", "1000", "1024", "2048", "8191", "8192", "32768"),
+    *(f"2048+{prefix}" for prefix in (2048, 5000, 8192, 32768, 131072)),
+    *("1500+5000", "64+8192", "64+131072", "512,512,512,512", "100,700+300,1200+3000,64+9000"),
+]
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One measurement: microseconds, TFLOP/s of visible scores, share of the better library rate, seconds of the first
+    call (plans and compilation)."""
+
+    heads: str
+    case: str
+    name: str
+    microseconds: float
+    tflops: float
+    share: float
+    first_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    heads: tuple[int, int, int]
+    dtype: torch.dtype
+    device: str
+    repeats: int
+    layers: int
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
+        """(least of several runs, first run)."""
+        first = self._once(work)
+        return min(self._once(work) for _ in range(self.repeats)), first
+
+    def _once(self, work: Callable[[], object]) -> float:
+        if self.device == "cpu":
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The queue is kept full, so that the device is timed and not the host.
+        torch.cuda._sleep(2_000_000)
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def parse_case(case: str) -> list[Span]:
+    """Chunks one behind the other, in memory and in the batch."""
+    spans: list[Span] = []
+    first = base = 0
+    for slot, text in enumerate(case.split(",")):
+        query_len, _, start = text.partition("+")
+        spans.append(Span(first, int(query_len), int(start or 0), base, slot))
+        first += int(query_len)
+        base += -(-(int(query_len) + int(start or 0)) // GRANULE) * GRANULE
+    return spans
+
+
+def operations(spans: list[Span], heads: tuple[int, int, int]) -> float:
+    scores = sum(span.query_len * span.start + span.query_len * (span.query_len + 1) / 2 for span in spans)
+    return 4 * heads[0] * heads[2] * scores
+
+
+def memory(setting: Setting, format: KvFormat, spans: list[Span], paged: bool) -> KvLayer:
+    """One layer of a group of `layers` interleaved ones, with codes and scales of magnitude 1."""
+    _, kv_heads, head_dim = setting.heads
+    ends = [span.base_row + span.start + span.query_len for span in spans]
+    granules = -(-max(ends) // GRANULE)
+    shape = (granules * GRANULE, setting.layers, kv_heads, 2, format.width(head_dim))
+    if format.dtype(setting.dtype).is_floating_point:
+        payload = torch.randn(shape, device=setting.device, dtype=setting.dtype).to(format.dtype(setting.dtype))
+    else:
+        payload = torch.randint(0, 256, shape, dtype=torch.uint8, device=setting.device).view(format.storage)
+    longest = -(-max(span.start + span.query_len for span in spans) // GRANULE)
+    table = torch.zeros(len(spans), longest, dtype=torch.int32)
+    for span in spans:
+        count = -(-(span.start + span.query_len) // GRANULE)
+        table[span.slot, :count] = torch.arange(count) + span.base_row // GRANULE
+    scale_shape = (granules, kv_heads, 2, format.planes, GRANULE)
+    scales = torch.rand(scale_shape, device=setting.device).div(format.highest or 1).half()
+    payload = payload[:, 0].transpose(1, 2)
+    quantized = format.quantized
+    return KvLayer(
+        payload, format, GRANULE, table.to(setting.device), scales if quantized else None, paged=paged and not quantized
+    )
+
+
+def library_rate(setting: Setting, spans: list[Span]) -> dict[str, float]:
+    """Operations a second of each back end, on plain tensors of the case's largest chunk."""
+    heads, kv_heads, head_dim = setting.heads
+    span = max(spans, key=lambda each: each.query_len * (each.start + each.query_len))
+    total = span.start + span.query_len
+    q = torch.randn(1, heads, span.query_len, head_dim, device=setting.device, dtype=setting.dtype)
+    k, v = torch.randn(2, 1, kv_heads, total, head_dim, device=setting.device, dtype=setting.dtype).unbind(0)
+    causal = span.start == 0
+    done = operations([span], setting.heads) if causal else 4 * heads * head_dim * span.query_len * total
+    grouped = {"enable_gqa": True} if heads != kv_heads else {}
+    rates: dict[str, float] = {}
+    for name, backend in BACKENDS.items() if setting.device == "cuda" else [("math", SDPBackend.MATH)]:
+        with sdpa_kernel(backend):
+            seconds, _ = setting.seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped))
+        rates[name] = done / seconds
+    return rates
+
+
+def routes(
+    setting: Setting, kv: KvLayer, q: torch.Tensor, spans: list[Span], tile: TileShape | None
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of what the operator chooses, and on CUDA of each of its ways."""
+    scale = setting.heads[2] ** -0.5
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    yield "operator", lambda: ragged_prefill_attention(q, kv, spans, scale)
+    if not takes_kernels(q, kv):
+        return
+    from bladellm_kernels.ragged_prefill_triton import launch
+
+    yield "operator, out=", lambda: ragged_prefill_attention(q, kv, spans, scale, out=out)
+    yield "triton", lambda: launch(q, kv, spans, scale, None, out, tile)
+    if q.dtype != torch.float32:
+        yield "cuDNN parts", lambda: [prefill_sdpa.attend_chunk(q, kv, span, scale, out) for span in spans]
+
+
+def measure(setting: Setting, case: str, formats: list[str], paged: bool, tile: TileShape | None) -> Iterator[Result]:
+    heads, kv_heads, head_dim = setting.heads
+    spans, label = parse_case(case), "x".join(map(str, setting.heads))
+    done = operations(spans, setting.heads)
+    rates = library_rate(setting, spans)
+    best = max(rates.values())
+    for name, rate in rates.items():
+        yield Result(label, case, f"torch {name}", done / rate * 1e6, rate / 1e12, rate / best, 0.0)
+    tokens = sum(span.query_len for span in spans)
+    shape = (tokens, heads + 2 * kv_heads, head_dim)
+    q = torch.randn(shape, device=setting.device, dtype=setting.dtype)[:, :heads]
+    for format in formats:
+        kv = memory(setting, KV_FORMATS[format], spans, paged)
+        for name, work in routes(setting, kv, q, spans, tile):
+            seconds, first = setting.seconds(work)
+            rate = done / seconds
+            yield Result(label, case, f"{format} {name}", seconds * 1e6, rate / 1e12, rate / best, first)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _arguments().parse_args(arguments)
+    tile = TileShape(*map(int, args.tile.split("x"))) if args.tile else None
+    if not args.json:
+        device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        print(f"{device}, torch {torch.__version__}, {args.dtype}\n")
+        print("| heads | case | | µs | TFLOP/s | share | first call, ms |\n| --- | --- | --- | --- | --- | --- | --- |")
+    for heads in args.heads:
+        query_heads, kv_heads, head_dim = map(int, heads.split("x"))
+        setting = Setting(
+            (query_heads, kv_heads, head_dim), getattr(torch, args.dtype), args.device, args.repeats, args.layers
+        )
+        for case in args.cases:
+            for each in measure(setting, case, args.formats, args.paged, tile):
+                print(json.dumps(asdict(each)) if args.json else _line(each), flush=True)
+
+
+def _line(result: Result) -> str:
+    figures = (
+        f"{result.microseconds:,.0f} | {result.tflops:.1f} | {result.share:.1%} | {result.first_seconds * 1e3:.0f}"
+    )
+    return f"| {result.heads} | {result.case} | {result.name} | {figures} |"
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--heads", nargs="+", default=["32x8x128", "40x40x128"], help="query heads x KV heads x dim")
+    parser.add_argument("--cases", nargs="+", default=CASES, help="QUERIES[+PREFIX][,...]")
+    parser.add_argument("--formats", nargs="+", default=["no_quant"], choices=KV_FORMATS)
+    parser.add_argument("--paged", action="store_true", help="paged memory for the unquantized format")
+    parser.add_argument("--layers", type=int, default=4, help="layers interleaved in a row of memory")
+    parser.add_argument("--tile", help="ROWSxKEYSxWARPSxSTAGES of the Triton kernel")
+    parser.add_argument("--repeats", type=int, default=20, help="timed runs, of which the least counts")
+    parser.add_argument("--json", action="store_true", help="a line of JSON a measurement")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Large prefill chunks by a library's attention: their plans, their parts, and the merge, with a plain stand-in."""
+
+import math
+from itertools import pairwise, product
+
+import pytest
+import torch
+from bladellm_kernels import prefill_sdpa
+from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.prefill_merge import State, merge_states
+from bladellm_kernels.prefill_sdpa import attend_chunk, cudnn_attention, padded_length, plan_chunk, warm_up
+from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, ragged_prefill_attention_reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.conditions import DEVICES, assert_close
+from tests.kernels.prefill_support import prefill_case, run_interpreted
+
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("cuda" not in DEVICES or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper"),
+]
+
+
+def attention(q, k, v, causal, scale, offset=0) -> State:
+    """Written out in float32; with `causal`, query i sees keys up to i + offset."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), k) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + offset)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return State(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).to(q.dtype), scores.logsumexp(-1).T)
+
+
+class StandIn:
+    """The library: refuses what it must not be given, and remembers shapes and arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+
+    def __call__(self, q, k, v, causal, scale) -> State:
+        assert all(each.isfinite().all() for each in (q, k, v)), "an operator multiplies what no sequence holds"
+        assert not causal or q.shape[0] == k.shape[0]
+        self.calls.append((q, k, causal))
+        return attention(q, k, v, causal, scale)
+
+
+@given(st.integers(1, 40000), st.integers(0, 300000), st.sampled_from([1024, 8192, 65536]))
+def test_a_plan_covers_the_keys_once_in_few_lengths(query_len, start, longest):
+    plan = plan_chunk(query_len, start, longest)
+    assert sum(plan.pieces) == plan.split <= start < plan.split + 1024
+    assert list(plan.pieces) == sorted(plan.pieces, reverse=True)
+    assert all(1024 <= piece <= longest and piece.bit_count() == 1 for piece in plan.pieces)
+    assert len(set(plan.pieces) - {longest}) == len([piece for piece in plan.pieces if piece < longest])
+    for length, padded, share in (
+        (start + query_len - plan.split, plan.square, 16),
+        (query_len, plan.rows or padded_length(query_len, 8), 8),
+    ):
+        assert length <= padded < length + max(128, length / share)
+        assert padded % 128 == 0
+    assert bool(plan.rows) == bool(plan.pieces)
+
+
+def test_lengths_to_plan_for_are_few():
+    assert len({padded_length(length, 16) for length in range(512, 9217)}) <= 48
+    assert len({padded_length(length, 8) for length in range(512, 8193)}) <= 32
+    assert all(padded_length(length, 16) == length for length in (512, 1024, 2048, 2560, 8192, 32768))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The same in small: steps of 16 positions and 8 queries."""
+    monkeypatch.setattr(prefill_sdpa, "PREFIX_STEP", 16)
+    monkeypatch.setattr(prefill_sdpa, "LENGTH_STEP", 8)
+    monkeypatch.setattr(prefill_sdpa, "MERGED_AT_ONCE", 3)
+
+
+SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 64)]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("longest", [16, 64])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 8), (3, 3, 24)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "paged"), [*product(KV_FORMATS, [False]), ("no_quant", True), ("int4_affine", True)], ids=str
+)
+def test_parts_merge_to_the_reference(name, paged, heads, longest, monkeypatch):
+    monkeypatch.setattr(prefill_sdpa, "LONGEST_PIECE", longest)
+    q, kv, chunks = prefill_case(name, torch.float32, heads, SPANS, paged=paged, mapped=heads[1] == 2)
+    expected = ragged_prefill_attention_reference(q, kv, chunks, 0.3)
+    out = torch.full(q.shape, 7.0)
+    for span in chunks:
+        rows = slice(span.first, span.first + span.query_len)
+        assert_close(attend_chunk(q, kv, span, 0.3, None, StandIn()), expected[rows], torch.float32)
+        assert (out[rows] == 7).all()
+        result = attend_chunk(q, kv, span, 0.3, out, StandIn())
+        assert result.data_ptr() == out[rows].data_ptr()
+    assert_close(out[2:], expected[2:], torch.float32)
+    assert (out[:2] == 7).all()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("start", "length", "q_in_place", "kv_in_place"),
+    [(0, 24, True, True), (48, 16, True, True), (16, 17, False, False), (17, 7, False, True), (17, 8, False, False)],
+)
+def test_what_needs_no_padding_is_read_in_place(start, length, q_in_place, kv_in_place):
+    q, kv, [span] = prefill_case("no_quant", torch.float32, (4, 2, 16), [(start, length)], mapped=True)
+    library = StandIn()
+    attend_chunk(q, kv, span, 0.3, None, library)
+    storages = [kv.payload.untyped_storage().data_ptr(), q.untyped_storage().data_ptr()]
+    for index, (queries, keys, causal) in enumerate(library.calls):
+        assert causal == (index == 0)
+        assert (queries.untyped_storage().data_ptr() == storages[1]) == q_in_place
+        assert queries.stride() == q.stride(), "another plan"
+        assert (keys.untyped_storage().data_ptr() == storages[0]) == (kv_in_place or not causal)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_buffer_is_bounded(monkeypatch):
+    q, kv, [span] = prefill_case("int8", torch.float32, (4, 2, 16), [(140, 20)])
+    monkeypatch.setattr(prefill_sdpa, "SCRATCH_ELEMENTS", 40 * 2 * 2 * 16)
+    library = StandIn()
+    attend_chunk(q, kv, span, 0.3, None, library)
+    assert [keys.shape[0] for _, keys, causal in library.calls if not causal] == [32, 32, 32, 32]
+    assert len({keys.shape[0] for _, keys, causal in library.calls if causal}) == 1
+
+
+def test_pieces_in_place_keep_within_32_bits():
+    def longest(row_elements: int) -> int:
+        memory = torch.empty_strided((2, 2, 1, 8), (row_elements, 16, 8, 1), dtype=torch.bfloat16, device="meta")
+        return prefill_sdpa.longest_piece(KvLayer(memory, KV_FORMATS["no_quant"], 16))
+
+    assert longest(16384) == 65536
+    assert longest(81920) == 16384
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_merge_of_parts_is_attention_over_all(device, parts):
+    """Parts of very different weight, in strided tensors, some rows dominated by one part."""
+    q, k, v = (torch.randn(rows, heads, 24, device=device) for rows, heads in ((19, 6), (97, 2), (97, 2)))
+    q[:5] *= 40
+    bounds = torch.linspace(0, 97, parts + 1).int().tolist()
+    states = []
+    for begin, end in pairwise(bounds):
+        out, lse = attention(q, k[begin:end], v[begin:end], False, 0.5)
+        states.append(State(out.transpose(0, 1).contiguous().transpose(0, 1), lse))
+    target = torch.full((19, 12, 24), 7.0, device=device)
+    expected, expected_lse = attention(q, k, v, False, 0.5)
+    merged = merge_states(states, target[:, ::2])
+    assert merged.out.data_ptr() == target.data_ptr()
+    assert (target[:, 1::2] == 7).all()
+    for state in (merged, merge_states(states)):
+        torch.testing.assert_close(state.out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (5, 5, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "paged"), [*product(KV_FORMATS, [False]), ("no_quant", True)], ids=str)
+def test_large_chunks_on_cuda(marked, heads, dtype, name, paged):
+    """Against attention written out, on memory that is NaN beside the sequences."""
+    spans = [(0, 1024), (0, 1531), (1024, 1024), (5000, 700), (3, 40)]
+    q, kv, chunks = prefill_case(name, dtype, heads, spans, "cuda", paged, mapped=heads[1] == 2)
+    out = torch.full(q.shape, 7.0, dtype=dtype, device="cuda")
+    ragged_prefill_attention(q, kv, chunks, 0.1, out=out)
+    assert (out[:2] == 7).all()
+    for span in chunks:
+        rows = slice(span.first, span.first + span.query_len)
+        stored = torch.empty(span.start + span.query_len, 2, heads[1], heads[2], device="cuda")
+        prefill_sdpa.kv_dequantize(kv, span.base_row, span.slot, 0, len(stored), stored)
+        expected = attention(q[rows].float(), stored[:, 0], stored[:, 1], True, 0.1, span.start).out
+        assert_close(out[rows], expected, dtype)
+    [alone] = [span for span in chunks if span.query_len == 1531]
+    queries = q[alone.first : alone.first + 1531]
+    result = ragged_prefill_attention(queries, kv, [alone._replace(first=0)], 0.1)
+    torch.testing.assert_close(result, out[alone.first : alone.first + 1531], atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_library_gives_attention_and_its_natural_logarithm(marked, causal):
+    q = torch.randn(256, 12, 128, device="cuda", dtype=torch.bfloat16)[:, :8]
+    memory = torch.randn(256, 3, 2, 2, 128, device="cuda", dtype=torch.bfloat16)[:, 1].transpose(1, 2)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    actual = cudnn_attention(q, memory[:, 0], memory[:, 1], causal, 0.1)
+    expected = attention(q.float(), memory[:, 0], memory[:, 1], causal, 0.1)
+    assert_close(actual.out, expected.out, torch.bfloat16)
+    torch.testing.assert_close(actual.lse, expected.lse, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
+def test_warming_up_runs_nothing(marked):
+    q, kv, [span] = prefill_case("no_quant", torch.bfloat16, (8, 2, 128), [(2048, 1024)], "cuda", mapped=True)
+    kept = kv.payload.clone()
+    warm_up(q, kv, [(1024, 0), (1000, 3000)], 0.1)
+    assert torch.equal(kv.payload.nan_to_num(), kept.nan_to_num())
+    rows = slice(span.first, span.first + span.query_len)
+    stored = kv.payload[span.base_row : span.base_row + 3072].float()
+    expected = attention(q[rows].float(), stored[:, 0], stored[:, 1], True, 0.1, 2048).out
+    assert_close(ragged_prefill_attention(q, kv, [span], 0.1)[rows], expected, torch.bfloat16)
+
+
+def interpreted() -> None:
+    """The kernels of the merge and of dequantizing, interpreted."""
+    from bladellm_kernels.kv_dequantize import kv_dequantize_reference
+    from bladellm_kernels.kv_dequantize_triton import launch as dequantize
+    from bladellm_kernels.prefill_merge_triton import launch as merge
+
+    for (name, paged), (first, end) in product([*product(KV_FORMATS, [False]), ("int4", True)], [(0, 39), (13, 14)]):
+        _, kv, [_, span] = prefill_case(name, torch.float32, (3, 3, 24), [(2, 5), (20, 19)], paged=paged)
+        expected = torch.empty(end - first, 2, 3, 24)
+        kv_dequantize_reference(kv, span.base_row, span.slot, first, end, expected)
+        target = torch.full((end - first + 2, 2, 6, 24), 7.0)
+        dequantize(kv, span.slot, span.base_row, first, end, target[1:-1, :, ::2])
+        torch.testing.assert_close(target[1:-1, :, ::2], expected)
+        target[1:-1, :, ::2] = 7
+        assert (target == 7).all()
+    q, k, v = (torch.randn(rows, heads, 24) for rows, heads in ((19, 3), (50, 1), (50, 1)))
+    states = [attention(q, k[part], v[part], False, 0.5) for part in (slice(0, 1), slice(1, 40), slice(40, 50))]
+    target = torch.full((19, 6, 24), 7.0)
+    lse = merge(states, target[:, ::2])
+    expected, expected_lse = attention(q, k, v, False, 0.5)
+    torch.testing.assert_close(target[:, ::2], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    assert (target[:, 1::2] == 7).all()
+
+
+def test_the_kernels_interpreted_give_the_same():
+    pytest.importorskip("triton")
+    run_interpreted("tests.kernels.test_ragged_prefill_sdpa:interpreted")
