@@ -30,7 +30,8 @@ class MappingFailed(Exception):
 
 
 class CudaArena(GranuleArena):
-    """Every group reserves the addresses of all slots at full length; slot s starts at row `s * max_tokens`, for ever.
+    """Every group reserves the addresses of all slots at full length; slot s starts `s * max_tokens` rows behind a
+    guard of one granule, for ever.
 
     `submit` enters a plan in the table and leaves the driver's calls to a thread, in order; `wait` waits for those of
     the plan's `views`. Contents are moved where all granules are mapped side by side (`CudaMemory.homes`).
@@ -46,7 +47,8 @@ class CudaArena(GranuleArena):
         self._whole = [True] * (spec.num_granules // spec.block_granules)
         """How each block was shown last by the plans submitted."""
         self._release = weakref.finalize(self, _release, self._mapper, self._memory)
-        slots = self._tensors(self._memory.slots, spec.num_slots * spec.max_tokens)
+        rows = spec.granule_tokens + spec.num_slots * spec.max_tokens
+        slots = self._tensors(self._memory.guards, rows)
         homes = self._tensors(self._memory.homes, spec.num_granules * spec.granule_tokens)
         self._present(layer_views(slots, spec, shape), granule_views(homes, spec))
 
@@ -83,6 +85,9 @@ class CudaArena(GranuleArena):
     def close(self) -> None:
         super().close()
         self._release()
+
+    def base_row(self, slot: int) -> int:
+        return self.spec.granule_tokens + slot * self.spec.max_tokens
 
     def _tensors(self, starts: Sequence[int], tokens: int) -> list[torch.Tensor]:
         """uint8, the addresses of `tokens` tokens from each group's start on."""

@@ -15,6 +15,9 @@ class CudaMemory:
     """Two address ranges a layer group: `slots`, where slots show granules, and `homes`, where every granule is
     mapped at offset granule * size as long as it exists.
 
+    Before the slots, from `guards` on, lies a granule of memory of its own: launching a kernel checks that the first
+    address of a tensor is mapped, which no slot's is for certain.
+
     A block is *whole*, one handle a group, or *split*, one handle a granule and group; or absent, for want of memory.
     It is converted when it is shown the other way, for a handle cannot be mapped in part: that takes away what the
     block is still shown as, unmaps its home, releases its handles and creates others, whose memory is zeroed.
@@ -41,7 +44,11 @@ class CudaMemory:
         """What undoes each block; None for absent ones."""
         self._whole = [True] * len(self._blocks)
         with ExitStack() as undo:
-            self.slots = [self._reserve(undo, spec.num_slots * self._slot_granules * size) for size in self._sizes]
+            places = spec.num_slots * self._slot_granules + 1
+            self.guards = [self._reserve(undo, places * size) for size in self._sizes]
+            self.slots = [guard + size for guard, size in zip(self.guards, self._sizes, strict=True)]
+            for guard, size in zip(self.guards, self._sizes, strict=True):
+                self._guard(undo, guard, size)
             self.homes = [self._reserve(undo, spec.num_granules * size) for size in self._sizes]
             undo.callback(self._drop_all)
             for block in range(len(self._blocks)):
@@ -82,6 +89,11 @@ class CudaMemory:
         address = self._driver.reserve(size)
         undo.callback(self._driver.free, address, size)
         return address
+
+    def _guard(self, undo: ExitStack, address: int, size: int) -> None:
+        handle = self._create(size)
+        undo.callback(self._driver.release, handle)
+        self._map(undo, address, size, handle)
 
     def _convert(self, block: int, whole: bool) -> None:
         """Make a block whole, or split."""

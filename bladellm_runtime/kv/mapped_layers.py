@@ -9,13 +9,13 @@ from bladellm_runtime.kv.spec import KvSpec
 
 
 def layer_views(ranges: Sequence[torch.Tensor], spec: KvSpec, shape: KvShape) -> list[torch.Tensor]:
-    """Each layer's rows of all slots, [num_slots * max_tokens, 2, Hk, W], the layers in order.
+    """Each layer's rows, [rows, 2, Hk, W], the layers in order.
 
-    ranges: uint8, one a group, all the addresses that slots reserve. A row of a group is [layer][Hk][K or V][W] in
+    ranges: uint8, one a group, all the addresses that slots reserve, of as many tokens. A row of a group is [layer][Hk][K or V][W] in
     memory: the K and V of one head and token are neighbours, the layers of a group take turns within a token.
     """
     width = shape.format.width(shape.head_dim)
-    rows = spec.num_slots * spec.max_tokens
+    rows = ranges[0].numel() // spec.groups[0].token_bytes
     layers: dict[int, torch.Tensor] = {}
     for group, addresses in zip(spec.groups, ranges, strict=True):
         flat = addresses.view(shape.format.dtype(shape.dtype))

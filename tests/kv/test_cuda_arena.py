@@ -76,12 +76,12 @@ def test_splitting_and_joining_replace_the_memory(arena, cuda):
     assert (arena.stats.splits, arena.stats.joins) == (1, 0)
     tokens = arena.spec.granule_tokens
     assert all((kv.payload[arena.base_row(2) :][:tokens] == 0).all() for kv in layers(arena))
-    # Home of the block, and one granule in one slot: the two stale views are gone.
-    assert len(cuda.mappings) == GROUPS * (3 + 4 + 1)
+    # Home of all blocks, one granule in one slot, and the guard: the two stale views are gone.
+    assert len(cuda.mappings) == GROUPS * (3 + 4 + 1 + 1)
     write(arena, 2, 0, np.arange(1, arena.spec.granule_tokens + 1))
     run_plan(arena, [Hide(2, 0), Show(3, 0, BLOCK, whole=True)])
     assert len(cuda.handles) == handles
-    assert len(cuda.mappings) == GROUPS * (4 + 1)
+    assert len(cuda.mappings) == GROUPS * (4 + 1 + 1)
     assert (arena.stats.splits, arena.stats.joins) == (1, 1)
     assert all((kv.payload[arena.base_row(3) :][: 4 * tokens] == 0).all() for kv in layers(arena))
 
