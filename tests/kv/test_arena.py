@@ -228,8 +228,6 @@ def test_layers_are_what_operators_expect(kind):
         guard = spec.granule_tokens if kind == "cuda" else 0
         assert arena.layer(0).payload.shape[0] == guard + spec.num_slots * spec.max_tokens
         assert arena.base_row(3) == guard + 3 * spec.max_tokens
-        if guard:
-            assert (arena.layer(0).payload[:guard] == 0).all()
         # K and V of a head are neighbours, then come the heads, then the layers of the group, then the tokens.
         assert arena.layer(0).payload.stride() == (80, 10, 20, 1)
         assert arena.layer(1).payload.data_ptr() - arena.layer(0).payload.data_ptr() == 40
