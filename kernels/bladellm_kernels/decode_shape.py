@@ -1,0 +1,103 @@
+"""What the decode kernel is compiled for."""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from bladellm_kernels.decode_work import DecodeWork, power_of_two, row_tile
+from bladellm_kernels.kv_layer import KvLayer
+
+_RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3": 8, "fp8_e5m2": 14}
+"""Exponent of a power of two not above half the range of codes: probabilities are raised by it before they are
+multiplied by scales, which are the largest value divided by that range, and rounded to float16."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The kernel's compile-time arguments.
+
+    rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
+    numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
+    two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
+    CUDA instructions.
+    """
+
+    kv_heads: int
+    group: int
+    query_len: int
+    rows_used: int
+    rows: int
+    tiles: int
+    head_dim: int
+    parts: int
+    units: int
+    units_padded: int
+    step: int
+    format: str
+    scaled: bool
+    affine: bool
+    raised: int
+    granule_tokens: int
+    one_granule: bool
+    paged: bool
+    windowed: bool
+    plain: bool
+    block_kv: int
+    warps: int
+    tokens: int
+
+
+def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
+    """For queries [tokens, Hq, D]; the arguments have been checked."""
+    group = q.shape[1] // kv.kv_heads
+    rows_used = work.query_len * group
+    rows = row_tile(rows_used, kv.head_dim)
+    parts = unit_parts(kv)
+    units = kv.head_dim // parts
+    block_kv = work.schedule.block_kv
+    return DecodeShape(
+        kv_heads=kv.kv_heads,
+        group=group,
+        query_len=work.query_len,
+        rows_used=rows_used,
+        rows=rows,
+        tiles=-(-rows_used // rows),
+        head_dim=kv.head_dim,
+        parts=parts,
+        units=units,
+        units_padded=max(power_of_two(units), 16),
+        step=gcd(16 // unit_bytes(kv), *unit_strides(kv)),
+        format=kv.format.name,
+        scaled=kv.format.quantized,
+        affine=kv.format.affine,
+        raised=_RAISED.get(kv.format.name, 0),
+        granule_tokens=kv.granule_tokens,
+        one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
+        paged=kv.paged,
+        windowed=work.window is not None,
+        plain=q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None,
+        block_kv=block_kv,
+        warps=work.schedule.warps,
+        tokens=block_kv // work.schedule.warps,
+    )
+
+
+def unit_parts(kv: KvLayer) -> int:
+    """Numbers in a unit: two bytes of codes, or one unquantized element."""
+    return 2 * kv.format.per_element if kv.format.quantized else 1
+
+
+def unit_bytes(kv: KvLayer) -> int:
+    return 2 if kv.format.quantized else kv.payload.element_size()
+
+
+def unit_strides(kv: KvLayer) -> list[int]:
+    """Strides of the payload's rows, heads, and of V after K, in units."""
+    row, value, head, _ = kv.payload.stride()
+    return [stride * kv.payload.element_size() // unit_bytes(kv) for stride in (row, head, value)]
+
+
+def _even_scales(kv: KvLayer) -> bool:
+    """Whether the scales of a block start in the first half of a 32-bit word."""
+    return kv.scales is None or all(stride % 2 == 0 for stride in kv.scales.stride()[:-1])

@@ -1,0 +1,139 @@
+"""How the work of a decode step is split over a GPU: made once a step on the device, shared by all layers.
+
+The blocks of `block_kv` positions that a batch has to read are counted through, sequence after sequence, and cut into
+equal ranges, one a program, whatever the lengths are. The part of a sequence within one program is a *segment*. Where a
+sequence is a single segment its program writes the output; else the segments leave partial states (an output and the
+logarithm of the sum of exponentials) that are merged. Program c's segment of sequence b has the number c + b: unique,
+since both only grow, and consecutive for the segments of a sequence. The grid is fixed: a captured CUDA graph stays
+valid for other lengths.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from bladellm_kernels.kv_format import NO_QUANT, KvFormat
+
+_SHARED_BYTES = 216 * 1024
+"""Shared memory of an SM (sm_90) for the tiles of its programs, beside what is kept free."""
+_TILE_BYTES = 32 * 1024
+_STATE = 4096
+"""Most numbers of one warp's output state: 128 registers a thread."""
+SEQUENCE_FIELDS = 5
+PROGRAM_FIELDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSchedule:
+    """block_kv: positions a step of the loop, `warps` warps sharing them, at least 16 each. stages: of the software
+    pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once."""
+
+    block_kv: int
+    stages: int
+    warps: int
+    ctas_per_sm: int
+
+
+def default_schedule(head_dim: int, format: KvFormat = NO_QUANT, dtype: torch.dtype = torch.bfloat16) -> DecodeSchedule:
+    """Tiles of about 32 KiB, K and V together, three of them in each of two or three programs an SM where they fit."""
+    token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
+    block_kv = min(max(_TILE_BYTES // token_bytes, 64), 128)
+    tile = block_kv * token_bytes
+    buffers = max(1, min(3, _SHARED_BYTES // tile))
+    # Zeros take registers that a third program would have to do without.
+    most = 2 if format.affine else 3
+    return DecodeSchedule(block_kv, buffers + 1, 4, max(1, min(most, _SHARED_BYTES // (buffers * tile))))
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def row_tile(rows: int, head_dim: int) -> int:
+    """Query rows of a KV head, of `rows` in all, that one program takes: a power of two from 8 to 32."""
+    return min(max(power_of_two(rows), 8), 32, max(_STATE // power_of_two(head_dim), 8))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """The split of one step for layers of one window.
+
+    programs: int32 [C, 3]: first block, end of the blocks, sequence of the first one, of each program of a KV head.
+    sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
+    sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
+    partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
+    """
+
+    programs: torch.Tensor
+    sequences: torch.Tensor
+    partial: torch.Tensor
+    lse: torch.Tensor
+    window: int | None
+    query_len: int
+    schedule: DecodeSchedule
+
+
+class DecodeWorkspace:
+    """Memory for the partial states of decode attention over up to `max_batch` sequences, and the planning of steps.
+
+    heads, kv_heads, head_dim, format, dtype: of all layers that share it (dtype is the model's). max_query_len: most
+    query tokens of a sequence. schedule: None for the default one. One workspace serves one stream.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        max_batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        max_query_len: int = 1,
+        format: KvFormat = NO_QUANT,
+        dtype: torch.dtype = torch.bfloat16,
+        schedule: DecodeSchedule | None = None,
+    ) -> None:
+        if heads % kv_heads:
+            raise ValueError(f"{kv_heads} KV heads do not divide {heads} query heads")
+        self.max_batch = max_batch
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.max_query_len = max_query_len
+        self.schedule = schedule or default_schedule(head_dim, format, dtype)
+        self.resident = self.schedule.ctas_per_sm * _processors(device)
+        sizes = ((self.programs(n) + max_batch) * n for n in range(1, max_query_len + 1))
+        rows = max(sizes) * heads
+        self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(rows, dtype=torch.float32, device=device)
+
+    def programs(self, query_len: int) -> int:
+        """Programs of a KV head, or of a tile of its query rows where one does not take all."""
+        rows = query_len * (self.heads // self.kv_heads)
+        tiles = -(-rows // row_tile(rows, self.head_dim))
+        return max(1, self.resident // (self.kv_heads * tiles))
+
+    def plan(self, kv_lens: torch.Tensor, window: int | None = None, query_len: int = 1) -> DecodeWork:
+        """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
+        `ragged_decode_attention`. Queues one small kernel and never waits. Valid until the next step's plan."""
+        from bladellm_kernels.decode_plan_triton import launch
+
+        batch = kv_lens.shape[0]
+        if batch > self.max_batch or not 1 <= query_len <= self.max_query_len:
+            raise ValueError(
+                f"the workspace holds {self.max_batch} sequences of {self.max_query_len} queries, "
+                f"asked for {batch} of {query_len}"
+            )
+        count = self.programs(query_len)
+        programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
+        sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
+        launch(kv_lens, window, query_len, self.schedule.block_kv, programs, sequences)
+        segments, rows = count + batch, query_len * self.heads
+        partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
+        lse = self.lse[: segments * rows].view(segments, rows)
+        return DecodeWork(programs, sequences, partial, lse, window, query_len, self.schedule)
+
+
+def _processors(device: torch.device) -> int:
+    """SMs of the device; 1 where there are none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

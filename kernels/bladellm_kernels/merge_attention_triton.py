@@ -1,0 +1,146 @@
+"""CUDA kernels that merge partial states of attention: any parts, and the segments of decode attention."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from bladellm_kernels.decode_work import power_of_two
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)
+"""Below every logarithm, and finite: -inf - LOWEST is no NaN."""
+_ROWS = 8
+_TILE = 8192
+"""Numbers of partial outputs in registers at once."""
+
+
+class Part(NamedTuple):
+    """Output [T, H, D] and logarithm [T, H] of a part, or the whole; strides in elements."""
+
+    output: Any
+    token_stride: Any
+    head_stride: Any
+    lse: Any
+    lse_token_stride: Any
+    lse_head_stride: Any
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def merge_parts_kernel(
+    parts: tl.tuple,
+    out: tl.tuple,
+    rows: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """A program merges ROWS of rows = T · HEADS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    maximum = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    whole = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for index in tl.static_range(PARTS):
+        part = parts[index]
+        place = row // HEADS * part.lse_token_stride + row % HEADS * part.lse_head_stride
+        lse = tl.load(part.lse + place, mask=row < rows, other=float("-inf")) * LOG2E
+        highest = tl.maximum(maximum, lse)
+        weight = tl.exp2(lse - highest)
+        decay = tl.exp2(maximum - highest)
+        place = row // HEADS * part.token_stride + row % HEADS * part.head_stride
+        inside = (weight > 0)[:, None] & (column < HEAD_DIM)[None, :]
+        output = tl.load(part.output + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        whole = whole * decay[:, None] + output * weight[:, None]
+        total = total * decay + weight
+        maximum = highest
+    whole = whole / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = row // HEADS * out.token_stride + row % HEADS * out.head_stride
+    inside = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out.output + place[:, None] + column[None, :], whole.to(out.output.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merge_segments_kernel(
+    partial: tl.tensor,
+    lse: tl.tensor,
+    sequences: tl.tensor,
+    out: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    QUERY_LEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+) -> None:
+    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS."""
+    sequence = tl.program_id(0)
+    first = tl.load(sequences + sequence * 5 + 3)
+    count = tl.load(sequences + sequence * 5 + 4)
+    if count != 1:
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, COLUMNS)
+        maximum = tl.full((ROWS,), LOWEST, tl.float32)
+        total = tl.full((ROWS,), 0.0, tl.float32)
+        whole = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+        for start in range(0, count, SEGMENTS):
+            segment = start + tl.arange(0, SEGMENTS)
+            place = (first + segment).to(tl.int64)[:, None] * (QUERY_LEN * HEADS) + row[None, :]
+            inside = (segment < count)[:, None] & (row < QUERY_LEN * HEADS)[None, :]
+            logs = tl.load(lse + place, mask=inside, other=float("-inf")) * LOG2E
+            mask = inside[:, :, None] & (column < HEAD_DIM)[None, None, :]
+            outputs = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], mask=mask, other=0.0)
+            highest = tl.maximum(maximum, tl.max(logs, 0))
+            weights = tl.exp2(logs - highest[None, :])
+            decay = tl.exp2(maximum - highest)
+            whole = whole * decay[:, None] + tl.sum(outputs * weights[:, :, None], 0)
+            total = total * decay + tl.sum(weights, 0)
+            maximum = highest
+        whole = whole / tl.where(total == 0.0, 1.0, total)[:, None]
+        token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
+        place = token * token_stride + row % HEADS * head_stride
+        inside = (row < QUERY_LEN * HEADS)[:, None] & (column < HEAD_DIM)[None, :]
+        tl.store(out + place[:, None] + column[None, :], whole.to(out.dtype.element_ty), mask=inside)
+
+
+def merge_parts(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """`merge_attention` by one kernel; the arguments have been checked."""
+    tokens, heads, head_dim = out.shape
+    if tokens == 0:
+        return
+    parts = tuple(
+        Part(part, part.stride(0), part.stride(1), lse, lse.stride(0), lse.stride(1))
+        for part, lse in zip(outs, lses, strict=True)
+    )
+    merge_parts_kernel[(triton.cdiv(tokens * heads, _ROWS),)](
+        parts,
+        Part(out, out.stride(0), out.stride(1), lses[0], 0, 0),
+        tokens * heads,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        ROWS=_ROWS,
+        COLUMNS=power_of_two(head_dim),
+        PARTS=len(parts),
+    )
+
+
+def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the rows of sequences that are several segments, or none; see `DecodeWork` for the arguments."""
+    heads, head_dim = out.shape[1:]
+    rows = partial.shape[1]
+    columns = power_of_two(head_dim)
+    merge_segments_kernel[(len(sequences), triton.cdiv(rows, _ROWS))](
+        partial, lse, sequences, out, out.stride(0), out.stride(1),
+        QUERY_LEN=rows // heads,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        ROWS=_ROWS,
+        COLUMNS=columns,
+        SEGMENTS=max(1, _TILE // (_ROWS * columns)),
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""The merge of attention over parts of a sequence against attention over all of it."""
+
+import pytest
+import torch
+from bladellm_kernels.merge_attention import merge_attention, merge_attention_reference
+
+from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE
+from tests.kernels.decode_support import run_interpreted
+
+
+def attention(q, k, v):
+    """q [T, H, D], k and v [n, H, D] -> output [T, H, D] and logarithm [T, H], float64."""
+    scores = torch.einsum("thd,nhd->thn", q, k)
+    return torch.einsum("thn,nhd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def split_attention(tokens, heads, head_dim, cuts, dtype):
+    """Attention over all of a sequence, and over its parts: outputs of `dtype`, logarithms transposed in memory."""
+    q, k, v = (torch.randn(n, heads, head_dim).double() for n in (tokens, sum(cuts), sum(cuts)))
+    whole, _ = attention(q * 2, k, v)
+    parts = [attention(q * 2, a, b) for a, b in zip(k.split(cuts), v.split(cuts), strict=True)]
+    outs = [torch.cat((out, out), -1).to(dtype)[..., :head_dim] for out, _ in parts]
+    return whole, outs, [lse.float().t().contiguous().t() for _, lse in parts]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "cuts"), [((7, 3, 20), [5, 1]), ((1, 1, 8), [3, 70, 2]), ((33, 5, 64), [9])])
+def test_parts_merge_to_the_whole(device, dtype, shape, cuts):
+    whole, outs, lses = split_attention(*shape, cuts, dtype)
+    tolerance = TOLERANCE[dtype]
+    merged = merge_attention([out.to(device) for out in outs], [lse.to(device) for lse in lses])
+    assert merged.dtype == dtype
+    torch.testing.assert_close(merged.double().cpu(), whole, atol=tolerance, rtol=tolerance)
+    reference = merge_attention_reference(outs, lses)
+    torch.testing.assert_close(reference, whole, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_parts_do_not_count_and_nothing_is_zero(device):
+    whole, outs, lses = split_attention(6, 2, 8, [4, 5], torch.float32)
+    nothing = torch.full((6, 2, 8), torch.nan)
+    never = torch.full((6, 2), -torch.inf)
+    given = [part.to(device) for part in (nothing, outs[0], nothing, outs[1])]
+    logs = [lse.to(device) for lse in (never, lses[0], never, lses[1])]
+    out = torch.full((8, 2, 8), 7.0, device=device)
+    merge_attention(given, logs, out[1:-1])
+    torch.testing.assert_close(out[1:-1].cpu().double(), whole, atol=1e-5, rtol=1e-5)
+    assert (out[[0, -1]] == 7).all()
+    assert (merge_attention(given[::2], logs[::2]) == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_logarithms_and_the_place_of_the_first_part(device):
+    whole, outs, lses = split_attention(6, 2, 8, [4, 5], torch.float32)
+    outs, lses = [out.to(device) for out in outs], [lse.to(device) + 3000 for lse in lses]
+    merge_attention(outs, lses, outs[0])
+    torch.testing.assert_close(outs[0].cpu().double(), whole, atol=2e-3, rtol=2e-3)
+
+
+def test_wrong_arguments_are_refused():
+    out, lse = torch.zeros(3, 2, 8), torch.zeros(3, 2)
+    for outs, lses in (
+        ([], []),
+        ([out], [lse, lse]),
+        ([out, out[:2]], [lse, lse[:2]]),
+        ([out], [lse[:, :1]]),
+        ([out, out.half()], [lse, lse]),
+        ([out], [lse.half()]),
+        ([torch.zeros(3, 8, 2).transpose(1, 2)], [lse]),
+    ):
+        with pytest.raises(ValueError, match=r"outputs|logarithms"):
+            merge_attention(outs, lses)
+
+
+def interpreted():
+    from bladellm_kernels.merge_attention_triton import merge_parts
+
+    for shape, cuts, dtype in (((7, 3, 20), [5, 1, 3], torch.float16), ((1, 1, 8), [3], torch.float32)):
+        whole, outs, lses = split_attention(*shape, cuts, dtype)
+        outs.insert(1, torch.full_like(outs[0], torch.nan))
+        lses.insert(1, torch.full_like(lses[0], -torch.inf))
+        out = torch.full((*shape[:2], 2 * shape[2]), torch.nan, dtype=dtype)[..., : shape[2]]
+        merge_parts(outs, lses, out)
+        torch.testing.assert_close(out.double(), whole, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        merge_parts(outs[1:2], lses[1:2], out)
+        assert (out == 0).all()
+
+
+def test_interpreted():
+    pytest.importorskip("triton")
+    run_interpreted("tests.kernels.test_merge_attention", "interpreted")

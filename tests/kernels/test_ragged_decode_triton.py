@@ -1,0 +1,220 @@
+"""The CUDA kernels of decode attention: interpreted, compiled for sm_90, and on a GPU where there is one."""
+
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from bladellm_kernels.decode_work import DecodeSchedule, DecodeWorkspace, default_schedule
+from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
+
+from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+from tests.kernels.decode_support import FORMATS, compiled_for_hopper, decode_case, plan, run_interpreted
+
+THIS = "tests.kernels.test_ragged_decode_triton"
+needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
+
+
+def launched(case, window, schedule):
+    from bladellm_kernels.ragged_decode_triton import launch
+
+    out = torch.full_like(case.q, torch.nan)
+    launch(*case.memory, case.scale, plan(case, window, schedule), out)
+    return out
+
+
+def check_launch(format_name, dtype, heads, lens, programs, window=None, **options):
+    """programs: of each KV head."""
+    case = decode_case(format_name, dtype, heads, lens, window=window, **options)
+    out = launched(case, window, DecodeSchedule(64, 3, 4, programs * heads[1]))
+    expected = ragged_decode_attention_reference(*case.memory, case.scale, window, case.query_len)
+    assert_close(out, expected, dtype)
+
+
+def interpret_formats():
+    half, single = torch.float16, torch.float32
+    for format_name in FORMATS:
+        check_launch(format_name, half, (4, 2, 16), [1, 0, 129, 64, 65], 3, granule_tokens=128)
+    check_launch("no_quant", single, (4, 2, 16), [1, 0, 129, 64, 65], 3)
+    check_launch("int4_affine", single, (2, 2, 24), [63, 131], 2, granule_tokens=64)
+    check_launch("fp8_e4m3", single, (2, 1, 16), [63, 131], 2, granule_tokens=7)
+
+
+def interpret_features():
+    half = torch.float16
+    check_launch("no_quant", half, (2, 1, 18), [70, 5], 4, paged=True, granule_tokens=16)
+    check_launch("int8", half, (2, 2, 40), [70, 5], 1, paged=True, granule_tokens=5, window=20)
+    check_launch("int4", half, (3, 1, 8), [131, 0, 66], 2, paged=True, granule_tokens=128, query_len=3)
+    check_launch("int8_affine", half, (2, 1, 16), [200, 3, 67], 3, granule_tokens=64, query_len=3, window=66)
+    check_launch("no_quant", half, (9, 1, 16), [5, 100], 2, query_len=5, window=1)
+    check_launch("fp8_e5m2", half, (4, 2, 16), [0, 0], 2)
+    check_launch("no_quant", half, (4, 2, 16), [300, 0, 1], 9, window=65)
+
+
+def check_plan(lens, window, query_len, block_kv, programs):
+    """The plan covers every visible block once, in equal shares, and numbers segments as it says."""
+    work = DecodeWorkspace(
+        torch.device("cpu"), len(lens), 1, 1, 8, query_len, schedule=DecodeSchedule(block_kv, 2, 1, programs)
+    ).plan(torch.tensor(lens), window, query_len)
+    wanted, segments = [], {}
+    for sequence, length in enumerate(lens):
+        lowest = 0 if window is None else max(0, length - query_len + 1 - window)
+        wanted += [(sequence, block) for block in range(lowest // block_kv, -(-length // block_kv))]
+    rows = work.sequences.tolist()
+    seen = []
+    for program, (first, end, sequence) in enumerate(work.programs.tolist()):
+        block = first
+        while block < end:
+            begin, stop = rows[sequence][:2]
+            for each in range(block, min(stop, end)):
+                seen.append((sequence, each - begin + rows[sequence][2]))
+                segments.setdefault(sequence, set()).add(program + sequence)
+            block = min(stop, end)
+            sequence += 1
+    assert seen == wanted
+    shares = [end - first for first, end, _ in work.programs.tolist() if end > first]
+    assert not shares or max(shares) - min(shares) <= 1
+    assert len(shares) == min(len(wanted), len(work.programs))
+    for sequence, (*_, first, count) in enumerate(rows):
+        assert segments.get(sequence, set()) == set(range(first, first + count))
+        assert first + count <= len(work.partial)
+    numbers = [number for each in segments.values() for number in each]
+    assert len(numbers) == len(set(numbers))
+
+
+def interpret_plans():
+    for _ in range(60):
+        query_len = random.choice([1, 1, 4])
+        most = random.choice([query_len, 70, 1000])
+        lens = [random.choice([0, random.randint(query_len, most)]) for _ in range(random.randint(1, 20))]
+        window = random.choice([None, 1, 50, 300])
+        check_plan(lens, window, query_len, random.choice([16, 64]), random.choice([1, 2, 7, 33]))
+
+
+@pytest.mark.parametrize("what", ["interpret_formats", "interpret_features", "interpret_plans"])
+def test_interpreted(what):
+    pytest.importorskip("triton")
+    run_interpreted(THIS, what)
+
+
+def resources(compiled, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, of a compiled kernel."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    command = [str(tool), "--dump-resource-usage", str(folder / "kernel.cubin")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[0]
+    return int(registers), int(stack)
+
+
+def check_compiled(monkeypatch, folder, format_name, heads, paged=False):
+    """Compiled by default: programs fit an SM as planned, nothing spills, and tiles come in copies of 16 bytes."""
+    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16)
+    tokens = 16 if paged else 256
+    case = decode_case(format_name, torch.bfloat16, heads, [5, 9], granule_tokens=tokens, paged=paged)
+    compiled = compiled_for_hopper(monkeypatch, case, None, schedule)
+    registers, stack = resources(compiled, folder)
+    assert "sm_90" in compiled.asm["ptx"]
+    assert registers * 32 * schedule.warps * schedule.ctas_per_sm <= 65536
+    assert stack == 0
+    assert (compiled.metadata.shared + 1024) * schedule.ctas_per_sm <= 228 * 1024
+    assert compiled.metadata.shared <= 227 * 1024
+    text = compiled.asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in text
+    assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
+    loads = compiled.asm["ttgir"]
+    assert loads.count("tt.load") < 20
+    assert "ttg.async_copy_global_to_local" in loads
+
+
+@pytest.mark.parametrize("format_name", ["no_quant", "int4"])
+def test_compiled_for_hopper(format_name, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    check_compiled(monkeypatch, tmp_path, format_name, (32, 8, 128))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("heads", "paged"), [((32, 8, 128), False), ((3, 3, 64), False), ((32, 8, 128), True)])
+def test_every_format_compiled_for_hopper(format_name, heads, paged, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    check_compiled(monkeypatch, tmp_path, format_name, heads, paged)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (5, 5, 64), (12, 1, 256)], ids=str)
+@pytest.mark.parametrize(("window", "query_len", "paged", "granule_tokens"), [
+    (None, 1, False, 256), (500, 5, False, 64), (None, 4, True, 16), (900, 1, True, 128),
+])  # fmt: skip
+def test_on_the_gpu(dtype, format_name, heads, window, query_len, paged, granule_tokens):
+    lens = [5, 0, 127, 128, 129, 1009, 4099]
+    case = decode_case(format_name, dtype, heads, lens, "cuda", granule_tokens, paged, query_len, window)
+    out = ragged_decode_attention(*case.memory, case.longest, case.scale, window, query_len)
+    expected = ragged_decode_attention_reference(*case.memory, case.scale, window, query_len)
+    assert_close(out, expected, dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("format_name", ["no_quant", "int8", "int4_affine"])
+def test_a_captured_graph_holds_for_other_lengths(format_name):
+    case = decode_case(format_name, torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
+    lens = case.kv_lens.clone()
+    workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16)
+    out = torch.empty_like(case.q)
+
+    def step():
+        work = workspace.plan(lens)
+        memory = (case.q, case.kv, case.base_rows, case.slots, lens)
+        ragged_decode_attention(*memory, 3000, case.scale, work=work, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for changed in ([900, 70, 3000, 1], [1, 0, 2999, 0], [0, 0, 0, 0], [899, 69, 1, 1], [5, 64, 128, 1]):
+        lens.copy_(torch.tensor(changed))
+        out.fill_(torch.nan)
+        graph.replay()
+        memory = (case.q, case.kv, case.base_rows, case.slots, lens)
+        assert_close(out, ragged_decode_attention_reference(*memory, case.scale), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("format_name", ["no_quant", "int8"])
+def test_offsets_beyond_31_bits(format_name):
+    """Two sequences at both ends of a memory of more than 2^32 elements."""
+    near = decode_case(format_name, torch.float16, (8, 2, 64), [300, 300], "cuda", 64)
+    rows = 2**32 // near.kv.payload.stride(0) + 1000
+    memory = torch.full((rows, near.kv.payload.stride(0)), 119, dtype=near.kv.payload.dtype, device="cuda")
+    payload = memory.as_strided((rows, *near.kv.payload.shape[1:]), near.kv.payload.stride())
+    bases = torch.tensor([5, rows - 300], device="cuda")
+    for old, new in zip(near.base_rows.tolist(), bases.tolist(), strict=True):
+        payload[new : new + 300] = near.kv.payload[old : old + 300]
+    from dataclasses import replace
+
+    kv = replace(near.kv, payload=payload)
+    out = ragged_decode_attention(near.q, kv, bases, near.slots, near.kv_lens, 300, near.scale)
+    assert_close(out, ragged_decode_attention_reference(*near.memory, near.scale), torch.float16)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 6])
+def test_it_never_waits_for_the_device(window):
+    case = decode_case("int8", torch.bfloat16, (32, 8, 128), [3, 500], "cuda")
+    ragged_decode_attention(*case.memory, 500, case.scale, window)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ragged_decode_attention(*case.memory, 500, case.scale, window)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
