@@ -71,7 +71,7 @@ class Setting:
         work()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 def parse_case(case: str) -> list[Span]:
@@ -97,10 +97,11 @@ def memory(setting: Setting, format: KvFormat, spans: list[Span], paged: bool) -
     ends = [span.base_row + span.start + span.query_len for span in spans]
     granules = -(-max(ends) // GRANULE)
     shape = (granules * GRANULE, setting.layers, kv_heads, 2, format.width(head_dim))
-    if format.dtype(setting.dtype).is_floating_point:
-        payload = torch.randn(shape, device=setting.device, dtype=setting.dtype).to(format.dtype(setting.dtype))
+    stored = format.dtype(setting.dtype)
+    if stored.is_floating_point:
+        payload = torch.randn(shape, device=setting.device, dtype=setting.dtype).to(stored)
     else:
-        payload = torch.randint(0, 256, shape, dtype=torch.uint8, device=setting.device).view(format.storage)
+        payload = torch.randint(0, 256, shape, dtype=torch.uint8, device=setting.device).view(stored)
     longest = -(-max(span.start + span.query_len for span in spans) // GRANULE)
     table = torch.zeros(len(spans), longest, dtype=torch.int32)
     for span in spans:
@@ -124,11 +125,13 @@ def library_rate(setting: Setting, spans: list[Span]) -> dict[str, float]:
     k, v = torch.randn(2, 1, kv_heads, total, head_dim, device=setting.device, dtype=setting.dtype).unbind(0)
     causal = span.start == 0
     done = operations([span], setting.heads) if causal else 4 * heads * head_dim * span.query_len * total
-    grouped = {"enable_gqa": True} if heads != kv_heads else {}
+    grouped = heads != kv_heads
     rates: dict[str, float] = {}
     for name, backend in BACKENDS.items() if setting.device == "cuda" else [("math", SDPBackend.MATH)]:
         with sdpa_kernel(backend):
-            seconds, _ = setting.seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped))
+            seconds, _ = setting.seconds(
+                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            )
         rates[name] = done / seconds
     return rates
 

@@ -151,13 +151,13 @@ def warm_up(q: torch.Tensor, kv: KvLayer, chunks: Iterable[tuple[int, int]], sca
     """Plan for chunks of (query_len, start), in the thread that will run them.
 
     q: queries of the type, heads and strides to come, of any length. The calls are recorded, never run: nothing is read
-    or written, so `kv` may be a layer whose rows hold no memory yet.
+    or written, so `kv` may be a layer whose rows hold no memory yet; it must have as many rows as a chunk's keys.
     """
     cudnn_attention(*(torch.zeros(LENGTH_STEP, 1, kv.head_dim, dtype=q.dtype, device=q.device),) * 3, True, scale)
     torch.cuda.synchronize(q.device)
-    for query_len, start in chunks:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        for query_len, start in chunks:
             queries = torch.empty_strided((query_len, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
             attend_chunk(queries, kv, Span(0, query_len, start, 0, 0), scale)
-        graph.reset()
+    graph.reset()

@@ -23,11 +23,20 @@ class PrefillChunk(Protocol):
     """A chunk: its first query in the flat batch, its length, the position it starts at, its sequence's row of position
     0, and the sequence's row of `KvLayer.table`."""
 
-    first: int
-    query_len: int
-    start: int
-    base_row: int
-    slot: int
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def query_len(self) -> int: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def base_row(self) -> int: ...
+
+    @property
+    def slot(self) -> int: ...
 
 
 def ragged_prefill_attention(
@@ -88,11 +97,14 @@ def _attend_on_cuda(
     from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
 
     capability = torch.cuda.get_device_capability(q.device)
-    large = [span for span in spans if prefers_sdpa(*span[1:3], kv.head_dim, q.dtype, window, capability)]
+    large: list[Span] = []
+    small: list[Span] = []
+    for span in spans:
+        library = prefers_sdpa(span.query_len, span.start, kv.head_dim, q.dtype, window, capability)
+        (large if library else small).append(span)
     if out is None and len(large) == len(spans) == 1 and spans[0].query_len == q.shape[0]:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    small = [span for span in spans if span not in large]
     if small:
         ragged_prefill_triton.launch(q, kv, small, scale, window, out)
     for span in large:

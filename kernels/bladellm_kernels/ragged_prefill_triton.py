@@ -149,6 +149,51 @@ def _attend(
     return acc, total, peak
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_range(
+    q: tl.tensor,
+    position: tl.tensor,
+    lowest: tl.tensor,
+    highest: tl.tensor,
+    key_first: tl.tensor,
+    key_end: tl.tensor,
+    payload: tl.tensor,
+    scales: tl.tensor,
+    granules: tl.tensor,
+    memory: tl.tensor,
+    qk_scale: tl.tensor,
+    window: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Attend to keys [key_first, key_end) with queries at positions from `lowest` to `highest`.
+
+    Some row does not see some key of [key_first, left) and of [right, key_end); between them every row sees every key.
+    """
+    ROWS: tl.constexpr = SHAPE.rows
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    left = key_first
+    if SHAPE.window:
+        left += tl.cdiv(tl.maximum(highest - window + 1 - key_first, 0), SHAPE.keys) * SHAPE.keys
+    right = left + tl.maximum(tl.minimum(lowest + 1, key_end) - left, 0) // SHAPE.keys * SHAPE.keys
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    if SHAPE.window:
+        acc, total, peak = _attend(
+            acc, total, peak, q, position, key_first, tl.minimum(left, key_end), key_end,
+            payload, scales, granules, memory, qk_scale, window, SHAPE, True,
+        )  # fmt: skip
+    acc, total, peak = _attend(
+        acc, total, peak, q, position, left, right, key_end,
+        payload, scales, granules, memory, qk_scale, window, SHAPE, False,
+    )  # fmt: skip
+    acc, total, peak = _attend(
+        acc, total, peak, q, position, right, key_end, key_end,
+        payload, scales, granules, memory, qk_scale, window, SHAPE, True,
+    )  # fmt: skip
+    return acc, total, peak
+
+
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
 def ragged_prefill_kernel(
     q: tl.tensor,
@@ -166,17 +211,12 @@ def ragged_prefill_kernel(
 
     partial: float32 [P · kv_heads, rows, block_d] and partial_lse, base 2, for items that see a part of their keys.
     """
-    ROWS: tl.constexpr = SHAPE.rows
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     head = tl.program_id(0) % SHAPE.kv_heads
     item = items + (tl.program_id(0) // SHAPE.kv_heads) * FIELDS
     first_row = tl.load(item).to(tl.int32)
     first_token = tl.load(item + 1)
     query_len = tl.load(item + 2).to(tl.int32)
     start = tl.load(item + 3).to(tl.int32)
-    key_first = tl.load(item + 6).to(tl.int32)
-    key_end = tl.load(item + 7).to(tl.int32)
-    part = tl.load(item + 8)
     row = first_row + tl.arange(0, SHAPE.rows)
     token = row // SHAPE.group
     query_head = head * SHAPE.group + row % SHAPE.group
@@ -190,29 +230,12 @@ def ragged_prefill_kernel(
         payload += tl.load(item + 4) * memory.row_stride
     scales = memory.scales + head.to(tl.int64) * memory.scale_head_stride
     granules = memory.table + tl.load(item + 5) * memory.slot_stride
-    # Some row does not see some key of [key_first, left) and of [right, key_end); between them all see all.
-    left = key_first
-    if SHAPE.window:
-        highest = start + tl.minimum(query_len - 1, (first_row + SHAPE.rows - 1) // SHAPE.group)
-        left += tl.cdiv(tl.maximum(highest - window + 1 - key_first, 0), SHAPE.keys) * SHAPE.keys
-    seen_by_all = tl.minimum(start + first_row // SHAPE.group + 1, key_end)
-    right = left + tl.maximum(seen_by_all - left, 0) // SHAPE.keys * SHAPE.keys
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    if SHAPE.window:
-        acc, total, peak = _attend(
-            acc, total, peak, q_tile, position, key_first, tl.minimum(left, key_end), key_end,
-            payload, scales, granules, memory, qk_scale, window, SHAPE, True,
-        )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, q_tile, position, left, right, key_end,
-        payload, scales, granules, memory, qk_scale, window, SHAPE, False,
+    highest = start + tl.minimum(query_len - 1, (first_row + SHAPE.rows - 1) // SHAPE.group)
+    acc, total, peak = _attend_range(
+        q_tile, position, start + first_row // SHAPE.group, highest, tl.load(item + 6).to(tl.int32),
+        tl.load(item + 7).to(tl.int32), payload, scales, granules, memory, qk_scale, window, SHAPE,
     )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, q_tile, position, right, key_end, key_end,
-        payload, scales, granules, memory, qk_scale, window, SHAPE, True,
-    )  # fmt: skip
+    part = tl.load(item + 8)
     _store_tile(acc, total, peak, out, partial, partial_lse, part, head, first_token + token, query_head, real, SHAPE)
 
 

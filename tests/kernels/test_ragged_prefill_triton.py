@@ -95,6 +95,8 @@ def interpreted_unquantized() -> None:
         prefill_tiles.PART_KEYS = part
         check(prefill_case("no_quant", torch.float32, heads, short, mapped=part == 16), torch.float32, window, tile)
     check(prefill_case("no_quant", torch.float16, (6, 2, 32), short, paged=True), torch.float16, None, tiles[0])
+    # A window with room for tiles of keys that every row of a tile sees.
+    check(prefill_case("no_quant", torch.float32, (2, 2, 16), [(40, 50)]), torch.float32, 45, tiles[0])
 
 
 def interpreted_quantized() -> None:
