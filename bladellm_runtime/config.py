@@ -92,8 +92,8 @@ class EngineArgs:
     kv_cache_quant: KvCacheQuant = flag(
         "no_quant", "How keys and values are stored, rounded per token and head.", group="KV cache"
     )
-    kv_cache_hadamard: bool = flag(
-        False, "Rotate queries and keys so that outlier channels of keys cost a quantized KV cache less.",
+    kv_cache_hadamard: Literal["auto", "on", "off"] = flag(
+        "auto", "Rotate queries and keys, so that outlier channels of keys cost less; auto: in 4-bit formats.",
         group="KV cache",
     )  # fmt: skip
     disable_prompt_cache: bool = flag(

@@ -75,8 +75,10 @@ def build_engine(args: EngineArgs) -> Engine:
         table.add("sampling state", sampling.bytes)
         kv_spec, arena = allocate_kv(args, spec, dtype, device, max_model_len, table)
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
-    workspace = decode_workspace(spec, kv_spec, device)
-    runner = ModelRunner(model, arena, sampling, workspace, key_rotation(args, spec, dtype, device))
+    workspace = decode_workspace(spec, kv_spec.num_slots, arena.shape, device)
+    runner = ModelRunner(
+        model, arena, sampling, workspace, key_rotation(args, arena.shape.format, spec.head_dim, dtype, device)
+    )
     limits = scheduler_limits(args, spec, max_model_len)
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
@@ -119,11 +121,11 @@ def allocate_kv(
     return kv_spec, arena
 
 
-def decode_workspace(spec: ModelSpec, kv_spec: KvSpec, device: torch.device) -> DecodeWorkspace | None:
+def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: torch.device) -> DecodeWorkspace | None:
     """Where decode attention on a GPU plans and keeps parts of its results; a CPU needs none."""
     if device.type != "cuda":
         return None
-    return DecodeWorkspace(device, kv_spec.num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1)
+    return DecodeWorkspace(device, num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1, shape.format, shape.dtype)
 
 
 def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:

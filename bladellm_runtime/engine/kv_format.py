@@ -34,13 +34,21 @@ def format_problem(format: KvFormat, head_dim: int, capability: tuple[int, int] 
     return None
 
 
-def key_rotation(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """The matrix of `--kv_cache_hadamard`. Raises `ConfigError` where it makes no sense or there is none."""
-    if not args.kv_cache_hadamard:
+def key_rotation(
+    args: EngineArgs, format: KvFormat, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """The matrix of `--kv_cache_hadamard`: by default for 4-bit formats whose head size has one.
+
+    Raises `ConfigError` where it is asked for but makes no sense or does not exist.
+    """
+    asked = args.kv_cache_hadamard == "on"
+    if asked and args.kv_cache_quant == NO_QUANT.name:
+        raise ConfigError("--kv_cache_hadamard on does nothing for an unquantized KV cache; set --kv_cache_quant too")
+    if not format.quantized or not (asked or (args.kv_cache_hadamard == "auto" and format.per_element == 2)):
         return None
-    if args.kv_cache_quant == NO_QUANT.name:
-        raise ConfigError("--kv_cache_hadamard does nothing for an unquantized KV cache; set --kv_cache_quant too")
     try:
-        return hadamard_matrix(spec.head_dim, dtype, device)
+        return hadamard_matrix(head_dim, dtype, device)
     except ValueError as error:
-        raise ConfigError(f"--kv_cache_hadamard: {error}; leave it out") from error
+        if asked:
+            raise ConfigError(f"--kv_cache_hadamard on: {error}; use auto or off") from error
+        return None

@@ -70,6 +70,8 @@ class Attention:
 
     def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
+        if not batch.num_decode:
+            return ragged_prefill_attention(q, kv, batch.prefills, self.shape.scale, self.shape.window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         count = batch.num_decode
         if count:
