@@ -149,12 +149,24 @@ def test_a_failing_call_is_unwound(call, after, error, whole, keep):
     assert bool(failed) == (met and (call, error) != ("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY))
     assert not failed or failed == f"KV memory of slots [0] cannot be mapped: {call}: {error.name}"
     assert len(arena.granules(0)) == (keep if failed else keep + 4)
+    assert mapped_granules(arena, cuda, 0) == [keep if failed else keep + 4] * GROUPS
     model.check()
     assert outcome(arena, show) is None
     assert arena.granules(0)[keep:] == show.granules
     arena.close()
     arena.close()
     cuda.dispose()
+
+
+def mapped_granules(arena, cuda, slot):
+    """How many granules have memory among the addresses of a slot, in each group."""
+    found = []
+    for layer, group in ((0, arena.spec.groups[0]), (2, arena.spec.groups[1])):
+        start = arena.layer(layer).payload.data_ptr() + arena.base_row(slot) * group.token_bytes
+        end = start + arena.spec.max_tokens * group.token_bytes
+        size = sum(each["size"] for address, each in cuda.mappings.items() if start <= address < end)
+        found.append(size // (arena.spec.granule_tokens * group.token_bytes))
+    return found
 
 
 def outcome(arena, show):
