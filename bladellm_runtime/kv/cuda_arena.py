@@ -105,23 +105,19 @@ class CudaArena(GranuleArena):
     def _convert(self, plan: MemoryPlan) -> set[int]:
         """The blocks that a plan takes otherwise than before, from now on entered as taken so.
 
-        Raises `ValueError` where it takes a block both ways, or reads contents that end with its views.
+        Raises `ValueError` where moves read contents that end with the plan's own views.
         """
         length = self.spec.block_granules
-        taken: dict[int, bool] = {}
         shows = [view for view in (*plan.views, *plan.ahead) if isinstance(view, Show) and length > 1]
+        converted: set[int] = set()
         for view in shows:
             for block in {granule // length for granule in view.granules}:
-                if taken.setdefault(block, view.whole) != view.whole:
-                    raise ValueError(f"block {block} is shown whole and in parts by one plan")
-        converted = {
-            block for block, whole in taken.items() if block < len(self._whole) and self._whole[block] != whole
-        }
+                if 0 <= block < len(self._whole) and self._whole[block] != view.whole:
+                    self._whole[block] = view.whole
+                    converted.add(block)
         for granule in _read(plan):
             if granule // length in converted:
                 raise ValueError(f"a move reads granule {granule}, whose block the same plan takes otherwise")
-        for block in converted:
-            self._whole[block] = taken[block]
         return converted
 
 

@@ -92,6 +92,12 @@ class ArenaMachine(RuleBasedStateMachine):
             self.model.move(SwapIn(places[place % len(places)], granule))
             self.settle()
 
+    @rule(slot=NUMBERS)
+    def fill(self, slot):
+        self.settle()
+        slot %= self.spec.num_slots
+        self.model.write(slot, 0, len(self.model.granules(slot)) * self.spec.granule_tokens)
+
     @rule(slot=NUMBERS, first=NUMBERS, count=NUMBERS)
     def write(self, slot, first, count):
         self.settle()
@@ -291,6 +297,22 @@ def test_slots_that_share_granules_see_each_others_writes(sharing):
     assert_holds(arena, 2, stamps[[0, 2, 3, 4, 5]].reshape(-1))
     run_plan(arena, [Hide(1, 0), Hide(0, 0)])
     assert_holds(arena, 2, stamps[[0, 2, 3, 4, 5]].reshape(-1))
+    arena.close()
+
+
+def test_moves_find_contents_and_scales(kind):
+    """Granules far from their numbers' places, as relocating memory has them."""
+    arena = QUANTIZED.arena(kind)
+    tokens = arena.spec.granule_tokens
+    run_plan(arena, [Show(0, 0, [15, 1]), Show(1, 0, [0, 14, 2])])
+    stamps = np.arange(1, 5 * tokens + 1).reshape(5, tokens)
+    write(arena, 0, 0, stamps[:2].reshape(-1))
+    write(arena, 1, 0, stamps[2:].reshape(-1))
+    run_plan(arena, [], [Copy(15, 14, tokens - 1), SwapOut(1, 2), Copy(2, 1, tokens), SwapIn(2, 0)])
+    expected = stamps[[0, 4, 1, 0, 4]]
+    expected[3, -1] = stamps[3, -1]
+    assert_holds(arena, 0, expected[:2].reshape(-1))
+    assert_holds(arena, 1, expected[2:].reshape(-1))
     arena.close()
 
 

@@ -93,12 +93,15 @@ def test_granules_of_a_split_block_are_not_split_again(arena, cuda):
     assert driver_calls(cuda) == {"cuMemMap": GROUPS * 4, "cuMemSetAccess": GROUPS * 4}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_plan_that_takes_a_block_both_ways_is_refused(arena, ahead):
-    first, second = Show(0, 0, BLOCK, whole=True), Show(1, 0, [6])
-    with pytest.raises(ValueError, match="block 1 is shown whole and in parts"):
-        run_plan(arena, [first] if ahead else [first, second], ahead=[second] if ahead else [])
-    assert arena.granules(0) == []
+def test_a_plan_may_take_a_block_both_ways(arena, cuda):
+    """As when the request that was to have a granule is preempted in the same step: the last view stands."""
+    run_plan(arena, [Show(1, 0, [0, 6]), Show(0, 0, BLOCK, whole=True)])
+    assert mapped_granules(arena, cuda, 0) == [4, 4]
+    assert mapped_granules(arena, cuda, 1) == [1, 1]
+    run_plan(arena, [Hide(1, 0)], ahead=[Show(1, 0, [6])])
+    run_plan(arena)
+    assert mapped_granules(arena, cuda, 0) == [0, 0]
+    assert mapped_granules(arena, cuda, 1) == [1, 1]
 
 
 @pytest.mark.parametrize("move", [Copy(6, 0, 1), SwapOut(7, 0)])
@@ -149,12 +152,24 @@ def test_a_failing_call_is_unwound(call, after, error, whole, keep):
     assert bool(failed) == (met and (call, error) != ("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY))
     assert not failed or failed == f"KV memory of slots [0] cannot be mapped: {call}: {error.name}"
     assert len(arena.granules(0)) == (keep if failed else keep + 4)
+    assert mapped_granules(arena, cuda, 0) == [keep if failed else keep + 4] * GROUPS
     model.check()
     assert outcome(arena, show) is None
     assert arena.granules(0)[keep:] == show.granules
     arena.close()
     arena.close()
     cuda.dispose()
+
+
+def mapped_granules(arena, cuda, slot):
+    """How many granules have memory among the addresses of a slot, in each group."""
+    found = []
+    for layer, group in ((0, arena.spec.groups[0]), (2, arena.spec.groups[1])):
+        start = arena.layer(layer).payload.data_ptr() + arena.base_row(slot) * group.token_bytes
+        end = start + arena.spec.max_tokens * group.token_bytes
+        size = sum(each["size"] for address, each in cuda.mappings.items() if start <= address < end)
+        found.append(size // (arena.spec.granule_tokens * group.token_bytes))
+    return found
 
 
 def outcome(arena, show):
