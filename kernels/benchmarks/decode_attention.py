@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule
+from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, row_tile
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
@@ -240,7 +240,8 @@ def measure(
     reached = ceiling(problem, inputs, device, arguments.repeats)
     theirs = torch_seconds(problem, device, arguments.repeats) if compare else None
     results = []
-    for schedule in schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype)]:
+    rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
+    for schedule in schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows)]:
         work, plan_seconds = None, 0.0
         if device.type == "cuda":
             workspace = DecodeWorkspace(
