@@ -52,7 +52,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
     """For queries [tokens, Hq, D]; the arguments have been checked."""
     group = q.shape[1] // kv.kv_heads
     rows_used = work.query_len * group
-    rows = row_tile(rows_used, kv.head_dim)
+    rows = row_tile(rows_used, kv.head_dim, q.dtype)
     parts = unit_parts(kv)
     units = kv.head_dim // parts
     block_kv = work.schedule.block_kv

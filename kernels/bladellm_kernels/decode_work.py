@@ -14,8 +14,8 @@ import torch
 
 from bladellm_kernels.kv_format import NO_QUANT, KvFormat
 
-_SHARED_BYTES = 216 * 1024
-"""Shared memory of an SM (sm_90) for the tiles of its programs, beside what is kept free."""
+_SHARED_BYTES = 228 * 1024
+"""Shared memory of an SM (sm_90)."""
 _TILE_BYTES = 32 * 1024
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
@@ -34,15 +34,24 @@ class DecodeSchedule:
     ctas_per_sm: int
 
 
-def default_schedule(head_dim: int, format: KvFormat = NO_QUANT, dtype: torch.dtype = torch.bfloat16) -> DecodeSchedule:
-    """Tiles of about 32 KiB, K and V together, three of them in each of two or three programs an SM where they fit."""
+def default_schedule(
+    head_dim: int, format: KvFormat = NO_QUANT, dtype: torch.dtype = torch.bfloat16, rows: int = 8
+) -> DecodeSchedule:
+    """Tiles of about 32 KiB, K and V together, and as many of them in flight as fit; rows: of a program's queries."""
     token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
-    block_kv = min(max(_TILE_BYTES // token_bytes, 64), 128)
-    tile = block_kv * token_bytes
-    buffers = max(1, min(3, _SHARED_BYTES // tile))
-    # Zeros take registers that a third program would have to do without.
-    most = 2 if format.affine else 3
-    return DecodeSchedule(block_kv, buffers + 1, 4, max(1, min(most, _SHARED_BYTES // (buffers * tile))))
+    block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
+    # Beside the tiles: queries, scales, what warps exchange at the end, and 1 KiB of every program that CUDA takes.
+    kept = 64 * power_of_two(head_dim) + 7 * 1024
+    plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
+    # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
+    if dtype == torch.float32:
+        plans = [(1, 2)]
+    elif not format.affine and rows == 8:
+        plans = [(3, 3), *plans]
+    for ctas, buffers in plans:
+        if ctas * (buffers * block_kv * token_bytes + kept) <= _SHARED_BYTES:
+            return DecodeSchedule(block_kv, buffers + 1, 4, ctas)
+    return DecodeSchedule(block_kv, 2, 4, 1)
 
 
 def power_of_two(number: int) -> int:
@@ -50,9 +59,10 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def row_tile(rows: int, head_dim: int) -> int:
+def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
     """Query rows of a KV head, of `rows` in all, that one program takes: a power of two from 8 to 32."""
-    return min(max(power_of_two(rows), 8), 32, max(_STATE // power_of_two(head_dim), 8))
+    most = 8 if dtype == torch.float32 else min(32, max(_STATE // power_of_two(head_dim), 8))
+    return min(max(power_of_two(rows), 8), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +105,31 @@ class DecodeWorkspace:
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} KV heads do not divide {heads} query heads")
+        self.device = device
         self.max_batch = max_batch
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.max_query_len = max_query_len
-        self.schedule = schedule or default_schedule(head_dim, format, dtype)
-        self.resident = self.schedule.ctas_per_sm * _processors(device)
-        sizes = ((self.programs(n) + max_batch) * n for n in range(1, max_query_len + 1))
-        rows = max(sizes) * heads
+        self.format = format
+        self.dtype = dtype
+        self.given_schedule = schedule
+        rows = max((self.programs(count) + max_batch) * count for count in range(1, max_query_len + 1)) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
 
+    def rows(self, query_len: int) -> int:
+        """Query rows of a KV head that one program takes."""
+        return row_tile(query_len * (self.heads // self.kv_heads), self.head_dim, self.dtype)
+
+    def schedule(self, query_len: int) -> DecodeSchedule:
+        return self.given_schedule or default_schedule(self.head_dim, self.format, self.dtype, self.rows(query_len))
+
     def programs(self, query_len: int) -> int:
         """Programs of a KV head, or of a tile of its query rows where one does not take all."""
-        rows = query_len * (self.heads // self.kv_heads)
-        tiles = -(-rows // row_tile(rows, self.head_dim))
-        return max(1, self.resident // (self.kv_heads * tiles))
+        tiles = -(-query_len * (self.heads // self.kv_heads) // self.rows(query_len))
+        started = self.schedule(query_len).ctas_per_sm * _processors(self.device)
+        return max(1, started // (self.kv_heads * tiles))
 
     def plan(self, kv_lens: torch.Tensor, window: int | None = None, query_len: int = 1) -> DecodeWork:
         """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
@@ -124,14 +142,14 @@ class DecodeWorkspace:
                 f"the workspace holds {self.max_batch} sequences of {self.max_query_len} queries, "
                 f"asked for {batch} of {query_len}"
             )
-        count = self.programs(query_len)
+        count, schedule = self.programs(query_len), self.schedule(query_len)
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
-        launch(kv_lens, window, query_len, self.schedule.block_kv, programs, sequences)
+        launch(kv_lens, window, query_len, schedule.block_kv, programs, sequences)
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, partial, lse, window, query_len, self.schedule)
+        return DecodeWork(programs, sequences, partial, lse, window, query_len, schedule)
 
 
 def _processors(device: torch.device) -> int:

@@ -13,6 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every logarithm, and finite: -inf - LOWEST is no NaN."""
 _ROWS = 8
+_PROGRAMS = 256
 _TILE = 8192
 """Numbers of partial outputs in registers at once."""
 
@@ -135,12 +136,14 @@ def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Te
     heads, head_dim = out.shape[1:]
     rows = partial.shape[1]
     columns = power_of_two(head_dim)
-    merge_segments_kernel[(len(sequences), triton.cdiv(rows, _ROWS))](
+    # Few sequences are many segments each: a row a program. Of many sequences few are split: few programs to start.
+    tile = min(_ROWS, power_of_two(triton.cdiv(len(sequences) * rows, _PROGRAMS)))
+    merge_segments_kernel[(len(sequences), triton.cdiv(rows, tile))](
         partial, lse, sequences, out, out.stride(0), out.stride(1),
         QUERY_LEN=rows // heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        ROWS=_ROWS,
+        ROWS=tile,
         COLUMNS=columns,
-        SEGMENTS=max(1, _TILE // (_ROWS * columns)),
+        SEGMENTS=max(1, _TILE // (tile * columns)),
     )  # fmt: skip

@@ -61,14 +61,17 @@ def ragged_decode_kernel(
     end = tl.load(programs + program * 3 + 1)
     sequence = tl.load(programs + program * 3 + 2)
     while block < end:
+        # All that is known of the sequence is asked for at once: what waits, waits for one of these.
         first = tl.load(sequences + sequence * 5)
         last = tl.load(sequences + sequence * 5 + 1)
+        skipped = tl.load(sequences + sequence * 5 + 2) - first
+        kv_len = tl.load(kv_lens + sequence).to(tl.int32)
+        slot = tl.load(slots + sequence)
+        base_row = tl.load(base_rows + sequence)
         stop = tl.minimum(last, end)
         if stop > block:
-            skipped = tl.load(sequences + sequence * 5 + 2) - first
-            kv_len = tl.load(kv_lens + sequence).to(tl.int32)
             lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
-            span = Span(tl.load(slots + sequence), tl.load(base_rows + sequence), lowest, kv_len, head)
+            span = Span(slot, base_row, lowest, kv_len, head)
             queries = _queries(q, sequence, head, row, scale, SHAPE)
             state = _attend(queries, kv, span, row, block + skipped, stop + skipped, window, SHAPE)
             if (block == first) & (stop == last):

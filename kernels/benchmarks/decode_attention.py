@@ -1,0 +1,335 @@
+"""Time `ragged_decode_attention` beside a kernel that only reads the same bytes, and beside PyTorch's attention.
+
+python kernels/benchmarks/decode_attention.py [--heads 32/8/128] [--sizes 32x4096 mix] [--formats int8] [--layers 1 8]
+    [--schedules 64,4,4,2 128,3,4,2] [--paged] [--compare] [--json FILE] [--device cpu]
+
+Each figure is the time of one layer's attention, split sequences merged, in a replayed CUDA graph; the plan that all
+layers of a step share is timed by itself (`plan us`). TB/s counts the stored keys, values and scales that are read;
+`share` is that of what the reading kernel reaches on the same payload. Where it fits, memory rotates past the L2 cache.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, row_tile
+from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
+from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
+
+HEADS = ("32/8/128", "40/40/128")
+SIZES = ("1x4096", "1x70000", "1x280000", "32x4096", "64x1024", "256x1024", "8x32768", "mix")
+SMALL_SIZES = ("2x40", "mix")
+COLD_BYTES = 256 * 2**20
+"""What calls read in turn, so that the L2 cache (60 MB on an H200) holds nothing useful."""
+MOST_CALLS = 64
+MEMORY_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Calls read `layers` interleaved layers of each of `copies` memories in turn."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lens: tuple[int, ...]
+    format: KvFormat
+    dtype: torch.dtype
+    layers: int
+    granule_tokens: int
+    paged: bool
+
+    @property
+    def payload_bytes(self) -> int:
+        stored = self.format.width(self.head_dim) * self.format.dtype(self.dtype).itemsize
+        return sum(self.lens) * self.kv_heads * 2 * stored
+
+    @property
+    def read_bytes(self) -> int:
+        return self.payload_bytes + sum(self.lens) * self.kv_heads * 2 * self.format.planes * 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of memory: every sequence rounded up to whole granules."""
+        return sum(-(-length // self.granule_tokens) for length in self.lens) * self.granule_tokens
+
+    @property
+    def calls(self) -> int:
+        return max(1, min(MOST_CALLS, -(-COLD_BYTES // self.payload_bytes)))
+
+    @property
+    def copies(self) -> int:
+        return -(-self.calls // self.layers)
+
+    @property
+    def memory_bytes(self) -> int:
+        rows = self.rows * self.layers * self.copies
+        return rows * self.kv_heads * 2 * (self.payload_bytes // (sum(self.lens) * self.kv_heads * 2) + 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tensors of a problem; `kv` holds a layer for each call."""
+
+    q: torch.Tensor
+    kv: list[KvLayer]
+    base_rows: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    heads: str
+    size: str
+    format: str
+    layers: int
+    paged: bool
+    schedule: str
+    us: float
+    plan_us: float
+    tb_s: float
+    ceiling_tb_s: float
+    share: float
+    torch_us: float | None
+
+
+def lengths(size: str) -> tuple[int, ...]:
+    """`BxN`, or `mix`: 64 sequences, few of them long. Small for a CPU's sake where the name ends in a number."""
+    if size.startswith("mix"):
+        longest = int(size[3:] or 32768)
+        generator = random.Random(0)
+        return tuple(max(1, int(longest * generator.random() ** 4)) for _ in range(64))
+    batch, tokens = (int(part) for part in size.split("x"))
+    return (tokens,) * batch
+
+
+def make_inputs(problem: Problem, device: torch.device) -> Inputs:
+    granule = problem.granule_tokens
+    counts = [-(-length // granule) for length in problem.lens]
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    names, starts = torch.randperm(sum(counts)).int(), torch.tensor([0, *counts]).cumsum(0)
+    for slot, count in enumerate(counts):
+        table[slot, :count] = names[starts[slot] : starts[slot] + count]
+    table = table.to(device)
+    layers: list[KvLayer] = []
+    for _ in range(problem.copies):
+        memory = random_memory(problem, device)
+        for layer in range(problem.layers):
+            payload = memory[:, layer].transpose(1, 2)
+            scales = random_scales(problem, sum(counts), device)
+            layers.append(KvLayer(payload, problem.format, granule, table, scales, problem.paged))
+    q = torch.randn(len(counts), problem.heads, problem.head_dim, device=device).to(problem.dtype)
+    return Inputs(
+        q,
+        layers[: problem.calls],
+        (starts[:-1] * granule).to(device),
+        torch.arange(len(counts), device=device),
+        torch.tensor(problem.lens, device=device),
+        torch.empty_like(q),
+    )
+
+
+def random_memory(problem: Problem, device: torch.device) -> torch.Tensor:
+    """[rows, layers, Hk, 2, W], a row as arenas lay it out."""
+    width = problem.format.width(problem.head_dim)
+    shape = (problem.rows, problem.layers, problem.kv_heads, 2, width)
+    stored = problem.format.dtype(problem.dtype)
+    if stored.itemsize > 1:
+        return torch.empty(shape, dtype=stored, device=device).normal_()
+    # No byte of these is a NaN of a float8.
+    return torch.empty(shape, dtype=torch.uint8, device=device).random_(0, 120).view(stored)
+
+
+def random_scales(problem: Problem, granules: int, device: torch.device) -> torch.Tensor | None:
+    if not problem.format.quantized:
+        return None
+    shape = (granules, problem.kv_heads, 2, problem.format.planes, problem.granule_tokens)
+    return torch.empty(shape, dtype=torch.float16, device=device).uniform_(0.01, 0.02)
+
+
+def seconds(work: Callable[[], object], calls: int, device: torch.device, repeats: int) -> float:
+    """Median seconds of one of the `calls` calls that `work` makes; on CUDA of a graph's replays."""
+    work()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[repeats // 2] / calls
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        work()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for _ in range(3):
+        graph.replay()
+    for event in events:
+        event.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    times = [first.elapsed_time(last) / 1e3 for first, last in pairwise(events)]
+    return sorted(times)[repeats // 2] / calls
+
+
+def attend(problem: Problem, inputs: Inputs, work: DecodeWork | None) -> Callable[[], None]:
+    longest, scale = max(problem.lens), problem.head_dim**-0.5
+
+    def calls() -> None:
+        for kv in inputs.kv:
+            ragged_decode_attention(
+                inputs.q, kv, inputs.base_rows, inputs.slots, inputs.kv_lens, longest, scale, work=work, out=inputs.out
+            )
+
+    return calls
+
+
+def ceiling(problem: Problem, inputs: Inputs, device: torch.device, repeats: int) -> float:
+    """Bytes a second of reading the payload's rows and nothing else."""
+    rows = sum(problem.lens)
+    memories = [kv.payload.transpose(1, 2)[:rows].view(torch.int8).flatten(1) for kv in inputs.kv]
+
+    def timed(read: Callable[[torch.Tensor], object]) -> float:
+        return seconds(lambda: [read(memory) for memory in memories], problem.calls, device, repeats)
+
+    if device.type != "cuda":
+        return problem.payload_bytes / timed(torch.sum)
+    from read_rows import read_rows
+
+    return problem.payload_bytes / min(timed(partial(read_rows, tile=tile)) for tile in (8192, 16384, 32768))
+
+
+def torch_seconds(problem: Problem, device: torch.device, repeats: int) -> float | None:
+    """PyTorch's attention on contiguous unquantized KV of its own; None for lengths that differ."""
+    if len(set(problem.lens)) > 1 or problem.format.quantized:
+        return None
+    batch, tokens = len(problem.lens), problem.lens[0]
+    calls = max(1, min(problem.calls, int(16e9 // problem.payload_bytes)))
+    shape = (calls, 2, batch, problem.kv_heads, tokens, problem.head_dim)
+    kv = torch.randn(shape, dtype=problem.dtype, device=device)
+    q = torch.randn(batch, problem.heads, 1, problem.head_dim, dtype=problem.dtype, device=device)
+
+    def work() -> None:
+        for k, v in kv:
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return seconds(work, calls, device, repeats)
+
+
+def measure(
+    problem: Problem,
+    names: tuple[str, str],
+    schedules: list[DecodeSchedule],
+    compare: bool,
+    arguments: argparse.Namespace,
+) -> list[Result]:
+    """One problem under every schedule."""
+    device = torch.device(arguments.device)
+    inputs = make_inputs(problem, device)
+    reached = ceiling(problem, inputs, device, arguments.repeats)
+    theirs = torch_seconds(problem, device, arguments.repeats) if compare else None
+    results = []
+    rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
+    for schedule in schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows)]:
+        work, plan_seconds = None, 0.0
+        if device.type == "cuda":
+            workspace = DecodeWorkspace(
+                device, len(problem.lens), problem.heads, problem.kv_heads, problem.head_dim, 1,
+                problem.format, problem.dtype, schedule,
+            )  # fmt: skip
+            work = workspace.plan(inputs.kv_lens)
+            plan_seconds = seconds(partial(workspace.plan, inputs.kv_lens), 1, device, arguments.repeats)
+        taken = seconds(attend(problem, inputs, work), problem.calls, device, arguments.repeats)
+        rate = problem.read_bytes / taken
+        label = ",".join(str(value) for value in asdict(schedule).values())
+        result = Result(
+            *names, problem.format.name, problem.layers, problem.paged, label, taken * 1e6, plan_seconds * 1e6,
+            rate / 1e12, reached / 1e12, rate / reached, None if theirs is None else theirs * 1e6,
+        )  # fmt: skip
+        print(line(result), flush=True)
+        results.append(result)
+    return results
+
+
+def line(result: Result) -> str:
+    theirs = "-" if result.torch_us is None else f"{result.torch_us:.1f}"
+    layout = f"{result.layers}{' paged' if result.paged else ''}"
+    return (
+        f"{result.heads:>10} {result.size:>9} {result.format:>12} {layout:>9} {result.schedule:>11} {result.us:10.1f} "
+        f"{result.plan_us:8.1f} {result.tb_s:7.3f} {result.ceiling_tb_s:8.3f} {result.share:6.1%} {theirs:>9}"
+    )
+
+
+def problems(arguments: argparse.Namespace) -> list[tuple[Problem, tuple[str, str]]]:
+    dtype = getattr(torch, arguments.dtype)
+    sizes = arguments.sizes or (SIZES if arguments.device != "cpu" else SMALL_SIZES)
+    found = []
+    for heads in arguments.heads:
+        query_heads, kv_heads, head_dim = (int(part) for part in heads.split("/"))
+        for size in sizes:
+            lens = lengths(size if size != "mix" or arguments.device != "cpu" else "mix64")
+            for name in arguments.formats:
+                for layers in arguments.layers:
+                    for paged in (False, True) if arguments.paged else (False,):
+                        granule = 16 if paged else arguments.granule_tokens
+                        shape = (query_heads, kv_heads, head_dim, lens, KV_FORMATS[name], dtype, layers, granule, paged)
+                        found.append((Problem(*shape), (heads, size)))
+    return found
+
+
+def free_bytes(device: torch.device) -> float:
+    return torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE if device.type == "cuda" else 4e9
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="the model's type")
+    parser.add_argument("--heads", nargs="+", default=HEADS, help="query heads/KV heads/head dimension")
+    parser.add_argument("--sizes", nargs="+", help="batch x tokens, or mix")
+    parser.add_argument("--formats", nargs="+", default=["no_quant"], choices=list(KV_FORMATS))
+    parser.add_argument("--layers", nargs="+", type=int, default=[1], help="layers interleaved in a row of memory")
+    parser.add_argument("--granule_tokens", type=int, default=256)
+    parser.add_argument(
+        "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm; else the default"
+    )
+    parser.add_argument("--paged", action="store_true", help="also memory in pages of 16 tokens")
+    parser.add_argument("--compare", action="store_true", help="also PyTorch's attention")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    device = torch.device(arguments.device)
+    schedules = [DecodeSchedule(*(int(part) for part in text.split(","))) for text in arguments.schedules]
+    print(
+        f"{'heads':>10} {'size':>9} {'format':>12} {'layers':>9} {'schedule':>11} {'us':>10} {'plan us':>8} "
+        f"{'TB/s':>7} {'ceiling':>8} {'share':>6} {'torch us':>9}"
+    )
+    results = []
+    for problem, names in problems(arguments):
+        if problem.memory_bytes > free_bytes(device):
+            print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {problem.layers:>9} does not fit")
+            continue
+        results += measure(problem, names, schedules, arguments.compare, arguments)
+    if arguments.json:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        text = {"device": name, "torch": torch.__version__, "results": [asdict(result) for result in results]}
+        arguments.json.write_text(json.dumps(text, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

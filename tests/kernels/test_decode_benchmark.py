@@ -1,0 +1,32 @@
+"""The benchmark of decode attention runs, and counts what it says it counts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("format_name", "token_bytes"), [("no_quant", 2 * 2 * 16 * 2), ("int4_affine", 2 * 2 * (8 + 4))]
+)
+def test_it_runs_on_a_cpu(format_name, token_bytes, tmp_path):
+    flags = f"--device cpu --heads 4/2/16 --sizes 3x20 mix9 --formats {format_name} --layers 1 3 --paged --compare"
+    script = ROOT / "kernels" / "benchmarks" / "decode_attention.py"
+    command = [sys.executable, str(script), *flags.split(), "--repeats", "2", "--json", str(tmp_path / "out.json")]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [(each["size"], each["layers"], each["paged"]) for each in results] == [
+        (size, layers, paged) for size in ("3x20", "mix9") for layers in (1, 3) for paged in (False, True)
+    ]
+    assert len(done.stdout.splitlines()) == 1 + len(results)
+    for each in results[:4]:
+        assert each["tb_s"] * 1e12 * each["us"] * 1e-6 == pytest.approx(60 * token_bytes)
+        assert each["share"] == pytest.approx(each["tb_s"] / each["ceiling_tb_s"])
+        assert (each["torch_us"] is None) == (format_name != "no_quant")
