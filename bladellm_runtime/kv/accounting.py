@@ -3,7 +3,7 @@ it true. Numbers only, memory is never touched."""
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bladellm_runtime.kv.granules import GranulePool, Unit
@@ -277,9 +277,8 @@ class KvAccounting:
         sequence will be evicted first; without a prompt cache the latest, which shows granules that are free."""
         if match.path and match.path[-1].slot in self._idle_slots:
             return match.path[-1].slot
-        if self._caching:
-            return next(iter(self._idle_slots))
-        return next(reversed(self._idle_slots))
+        order: Iterator[int] = iter(self._idle_slots) if self._caching else reversed(self._idle_slots)
+        return next(order)
 
     def _show_match(self, number: int, slot: Slot, match: Match) -> None:
         """Hold the units of a match, those on the host brought back; shortens it where no block is left for one."""

@@ -97,7 +97,8 @@ class GranulePool:
             if block in self._partial or not self._partial:
                 return follower
         blocks = self._partial or self._whole
-        return next(iter(self._free[next(reversed(blocks))]))
+        granule: int = next(iter(self._free[next(reversed(blocks))]))
+        return granule
 
     def _range(self, block: int) -> range:
         return range(block * self.block_granules, min((block + 1) * self.block_granules, self.num_granules))

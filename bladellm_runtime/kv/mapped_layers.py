@@ -11,8 +11,9 @@ from bladellm_runtime.kv.spec import KvSpec
 def layer_views(ranges: Sequence[torch.Tensor], spec: KvSpec, shape: KvShape) -> list[torch.Tensor]:
     """Each layer's rows, [rows, 2, Hk, W], the layers in order.
 
-    ranges: uint8, one a group, all the addresses that slots reserve, of as many tokens. A row of a group is [layer][Hk][K or V][W] in
-    memory: the K and V of one head and token are neighbours, the layers of a group take turns within a token.
+    ranges: uint8, one a group, all the addresses that slots reserve, of as many tokens. A row of a group is
+    [layer][Hk][K or V][W] in memory: the K and V of one head and token are neighbours, the layers of a group take
+    turns within a token.
     """
     width = shape.format.width(shape.head_dim)
     rows = ranges[0].numel() // spec.groups[0].token_bytes

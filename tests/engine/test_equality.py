@@ -86,6 +86,9 @@ def test_each_prompt_alone_equals_transformers(model, device, overlap):
 )
 def test_preemption_does_not_change_tokens(model, device, options):
     """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""
+    if device == "cuda" and "kv_arena" not in options:
+        # A mapped granule of so small a model is longer than any of its sequences.
+        options = options | {"attn_cls": "paged"}
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
     gib = 320 * token_bytes(model) / 1024**3
     found, preemptions = run(model, prompts, device, max_model_len=160, kv_cache_gib=gib, **options)
