@@ -111,7 +111,8 @@ def copy(bench: Bench) -> Iterator[Figure]:
     """Bytes read plus bytes written of a device-to-device copy."""
     source, target = bench.pool().view(2, -1)
     target.fill_(POISON)
-    seconds = bench.timer.replayed([lambda: target.copy_(source)])
+    # Not in a graph: there it is a node of the copy engines, which reach two thirds of it.
+    seconds = bench.timer.queued(lambda: target.copy_(source), calls=4)
     if word_sum(target) != word_sum(source):
         raise RuntimeError("the copy differs from its source")
     yield Figure("copy", "2 GiB, read + written", 2 * source.nbytes / seconds / 1e12, "TB/s", seconds)
