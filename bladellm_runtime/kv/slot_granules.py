@@ -110,7 +110,8 @@ class SlotGranules:
 
     def clear(self, slot: Slot, hide: bool) -> None:
         """Make a slot idle; its units are somebody else's matter. `hide`: it must not show anything any more."""
-        self._ahead.pop(slot.number, None)
+        if self._ahead.pop(slot.number, 0) is None:
+            self._cancel_ahead(slot)
         if hide and slot.view.granules:
             self.plan.views.append(Hide(slot.number, 0))
             slot.view.cut(0)
@@ -133,8 +134,14 @@ class SlotGranules:
             unit = slot.held.pop().unit
             slot.granules -= unit.count
             self._pool.give(unit)
-            self.plan.ahead = [show for show in self.plan.ahead if show.slot != number]
-            slot.view.cut(slot.granules)
+            self._cancel_ahead(slot)
+
+    def _cancel_ahead(self, slot: Slot) -> None:
+        """Leave out the view of what was mapped ahead, if that is still to come: nothing may count on it."""
+        others = [show for show in self.plan.ahead if show.slot != slot.number]
+        if len(others) < len(self.plan.ahead):
+            self.plan.ahead = others
+            slot.view.cut(slot.needed)
 
 
 def _follows(show: Show, slot: int, position: int) -> bool:

@@ -115,7 +115,7 @@ TestScheduler.settings = quick
 
 @pytest.mark.slow
 class TestSchedulerLong(SchedulerMachine.TestCase):
-    settings = settings(quick, max_examples=1000, stateful_step_count=50)
+    settings = settings(quick, max_examples=1000, stateful_step_count=50, report_multiple_bugs=False)
 
 
 def run_workload(
