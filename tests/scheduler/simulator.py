@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bladellm_runtime.kv.accounting import KvAccounting
-from bladellm_runtime.kv.operations import SwapIn
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
@@ -86,11 +85,12 @@ def expected_answer(request: AddRequest, limits: SchedulerLimits, spec: KvSpec) 
 
 
 class Token(NamedTuple):
-    """What KV memory holds of a token: the hidden state after it, under which salt, and which load computed it."""
+    """What KV memory holds of a token: the hidden state after it, under which salt, who computed it and where."""
 
     salt: str
     state: int
     writer: int
+    position: int
 
 
 @dataclass
@@ -112,8 +112,9 @@ class Residence:
 class FakeDevice:
     """Slots over KV memory on paper; `requests` by id say what a load must agree with.
 
-    `tainted`: residences whose logits were not finite and known to the scheduler as such; what they wrote must not be
-    used by loads that come later. `first_start`: by request, the tokens that were cached when it was loaded first.
+    `tainted`: residences whose logits were not finite, as the scheduler knows; what they wrote must not be used by
+    loads that come later, but for the `proven` tokens, from which another was sampled. `first_start`: by request, the
+    tokens that were cached when it was loaded first.
     """
 
     limits: SchedulerLimits
@@ -126,9 +127,8 @@ class FakeDevice:
     last_token: dict[int, int] = field(default_factory=dict)
     in_flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
     tainted: set[int] = field(default_factory=set)
+    proven: set[Token] = field(default_factory=set)
     first_start: dict[int, int] = field(default_factory=dict)
-    cached_tokens: int = 0
-    swapped_in: int = 0
     count: int = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -141,7 +141,6 @@ class FakeDevice:
         ]
         moves = [move for earlier, _ in self.in_flight for move in earlier.memory.moves]
         self.memory.apply(plan.memory, busy, moves)
-        self.swapped_in += sum(isinstance(move, SwapIn) for move in plan.memory.moves)
         for load in plan.loads:
             self._load(load)
         rows = [self._run_row(plan, row) for row in range(len(plan.slots))]
@@ -209,6 +208,8 @@ class FakeDevice:
         if not plan.samples[row]:
             return None, None, scores
         token = sample(state, start + count - load.prompt_len, load.params)
+        if token >= 0:
+            self.proven |= {self.memory.read(slot, position) for position in range(start + count)}
         # Non-finite logits still feed some token to the steps in flight.
         self.last_token[slot] = max(token, 0)
         wanted = load.params.logprobs is not None
@@ -225,8 +226,8 @@ class FakeDevice:
         if residence.end < 0:
             assert start < len(residence.load.token_ids), "the last token of a prompt must be computed"
             self.first_start.setdefault(residence.load.choice, start)
-            self.cached_tokens += start
-            assert not any(self.memory.read(slot, p).writer in self.tainted for p in range(start)), "tainted by NaN"
+            known = {self.memory.read(slot, position) for position in range(start)}
+            assert not any(token.writer in self.tainted for token in known - self.proven), "tainted by NaN"
         else:
             assert start == residence.end, "a row leaves a gap or writes a position twice"
         for position in range(start):
@@ -235,7 +236,7 @@ class FakeDevice:
             assert (token.salt, token.state) == (salt, residence.states[position]), "the KV of another prefix"
         for position in range(start, start + count):
             self._check_write(residence, position)
-            self.memory.write(slot, position, Token(salt, residence.states[position], residence.number))
+            self.memory.write(slot, position, Token(salt, residence.states[position], residence.number, position))
         residence.end = start + count
         return residence.states[residence.end - 1]
 
@@ -279,14 +280,16 @@ class Simulation:
         self.requests: dict[int, AddRequest] = {}
         self.deltas: dict[int, list[RequestDelta]] = {}
         self.aborted: set[int] = set()
+        self._live: dict[int, None] = {}
         self.loaded: list[int] = []
+        self.newest = -1
         self.protected: set[int] = set()
         memory = FakeMemory(spec, shares=shares, seed=seed)
         self.device = FakeDevice(limits, spec, self.requests, memory, self.running_slots)
 
     @property
     def live(self) -> list[int]:
-        return [i for i, deltas in self.deltas.items() if not deltas or deltas[-1].finish is None]
+        return list(self._live)
 
     def running_slots(self) -> list[int]:
         """Slots of sequences that will read their KV again."""
@@ -297,6 +300,7 @@ class Simulation:
         request = AddRequest(request_id, prompt, SamplingParams(**params), request_id, self.now, salt)
         self.requests[request_id] = request
         self.deltas[request_id] = []
+        self._live[request_id] = None
         refusal = self.scheduler.add(request)
         if refusal is not None:
             self._receive([refusal])
@@ -409,15 +413,17 @@ class Simulation:
 
     def _check_order(self, plan: StepPlan) -> None:
         """First come, first served; and what was once the oldest is never loaded again."""
-        live = self.live
+        live = self._live
         for load in plan.loads:
             assert load.choice in live, "an ended request is loaded"
             assert load.choice not in self.protected, "the oldest was preempted"
-            if load.choice not in self.loaded:
-                assert all(load.choice > other for other in self.loaded), "a request overtook another"
+            if load.choice not in self.device.first_start:
+                assert load.choice > self.newest, "a request overtook another"
+                self.newest = load.choice
             self.loaded.append(load.choice)
-        if live and live[0] in self.loaded:
-            self.protected.add(live[0])
+        oldest = next(iter(live), -1)
+        if 0 <= oldest <= self.newest:
+            self.protected.add(oldest)
         running = {slot: load.choice for slot, load in self.device.loads.items()}
         running |= {load.slot: load.choice for load in plan.loads}
         decodes = [running[slot] for slot in plan.slots[: plan.num_decode]]
@@ -426,5 +432,7 @@ class Simulation:
 
     def _receive(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:
-            assert delta.request_id in self.live, "a delta after the terminal one"
+            assert delta.request_id in self._live, "a delta after the terminal one"
             self.deltas[delta.request_id].append(delta)
+            if delta.finish is not None:
+                del self._live[delta.request_id]
