@@ -41,12 +41,14 @@ def _slot_rules(roster: Roster, memory: KvAccounting) -> dict[str, bool]:
     slots = roster.slots
     running = roster.prefilling + roster.decoding
     held = [seq.slot for seq in running] + [item.slot for item in slots.retired]
-    granules = sum(memory.spec.granules(seq.reserved) for seq in running) + slots.retired_granules()
+    needed = {seq.slot: memory.spec.granules(seq.reserved) for seq in running}
+    needed |= {item.slot: item.granules for item in slots.retired}
     return {
         "a slot is held twice": len(held) != len(set(held)),
         "slots are lost": len(held) != memory.live,
         "a running sequence does not own its slot": any(slots.owner[seq.slot] is not seq for seq in running),
         "a slot is owned but not held": any(owner and slot not in held for slot, owner in enumerate(slots.owner)),
         "a retired slot is due": any(item.last_step <= slots.completed for item in slots.retired),
-        "granules are lost": granules != memory.used,
+        "a slot's memory is not what is reserved": any(memory.needed(slot) != count for slot, count in needed.items()),
+        "more granules are used than needed": memory.used > sum(needed.values()) + memory.moving,
     }

@@ -111,4 +111,6 @@ class SlotTable:
     def _release(self, slot: int, seq: Sequence) -> None:
         """Give a slot back. What its steps wrote is known as far as their tokens came in."""
         self.owner[slot] = None
-        self._memory.release_slot(slot, seq.tokens, min(seq.planned, len(seq.tokens)), valid=not seq.failed)
+        written = min(seq.planned, len(seq.tokens))
+        sampled = len(seq.tokens) > seq.prefill_end
+        self._memory.release_slot(slot, seq.tokens, written, valid=not seq.failed, proven=sampled)

@@ -12,7 +12,7 @@ from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, EngineStats
 
 VOCAB = 1000
 EOS = 7
@@ -47,6 +47,8 @@ class ArithmeticRunner:
                 total = sums[plan.slots[row]]
                 tokens[row] = -1 if total in self.poison else next_token(total, plan.starts[row] + plan.query_lens[row])
         return StepResult(tokens, [None] * rows, [None] * rows)
+
+    def add_stats(self, stats: EngineStats) -> None: ...
 
     def close(self) -> None: ...
 

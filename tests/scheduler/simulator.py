@@ -1,11 +1,13 @@
-"""A model without a model: executes step plans on a fake KV store and checks each of them as a device would suffer it.
+"""A model without a model: executes step plans on KV memory on paper and checks each as a device would suffer it.
 
-Its next token is a hash of all tokens in the KV store up to the query, so a wrong plan changes the stream.
+Its next token is a hash of all tokens in the KV memory up to the query, so a wrong plan changes the stream.
 """
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
@@ -14,6 +16,7 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogprobs
+from tests.kv.fake_memory import FakeMemory
 
 VOCAB = 64
 EOS = frozenset({0, 1})
@@ -21,9 +24,12 @@ POISON = 63
 """Where a request has a seed, sampling this token stands for logits that are not finite."""
 
 
-def spec_of(granule_tokens: int, num_granules: int, num_slots: int, max_tokens: int = 64) -> KvSpec:
+def spec_of(
+    granule_tokens: int, num_granules: int, num_slots: int, max_tokens: int = 64, block: int = 1, host: int = 0
+) -> KvSpec:
+    longest = -(-max_tokens // granule_tokens) * granule_tokens
     return KvSpec(
-        (KvGroup((0,), 1),), granule_tokens, num_granules, num_slots, -(-max_tokens // granule_tokens) * granule_tokens
+        (KvGroup((0,), 1),), granule_tokens, num_granules, num_slots, longest, block_granules=block, host_granules=host
     )
 
 
@@ -78,23 +84,63 @@ def expected_answer(request: AddRequest, limits: SchedulerLimits, spec: KvSpec) 
     return tokens, FinishReason.LENGTH
 
 
+class Token(NamedTuple):
+    """What KV memory holds of a token: the hidden state after it, under which salt, who computed it and where."""
+
+    salt: str
+    state: int
+    writer: int
+    position: int
+
+
+@dataclass
+class Residence:
+    """A load and what the device knows of its sequence: hidden states by position, and how far its KV is there."""
+
+    load: SlotLoad
+    salt: str
+    number: int
+    states: list[int] = field(default_factory=list)
+    end: int = -1
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.states.append(fold(self.states[-1] if self.states else 0, token))
+
+
 @dataclass
 class FakeDevice:
-    """Slots with KV positions, each `(generation, hidden state)`; `requests` by id say what a load must agree with."""
+    """Slots over KV memory on paper; `requests` by id say what a load must agree with.
+
+    `tainted`: residences whose logits were not finite, as the scheduler knows; what they wrote must not be used by
+    loads that come later, but for the `proven` tokens, from which another was sampled. `first_start`: by request, the
+    tokens that were cached when it was loaded first.
+    """
 
     limits: SchedulerLimits
     spec: KvSpec
     requests: dict[int, AddRequest]
-    granules: dict[int, int] = field(default_factory=dict)
-    kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    memory: FakeMemory
+    live_slots: Callable[[], list[int]]
     loads: dict[int, SlotLoad] = field(default_factory=dict)
+    residences: dict[int, Residence] = field(default_factory=dict)
     last_token: dict[int, int] = field(default_factory=dict)
     in_flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+    tainted: set[int] = field(default_factory=set)
+    proven: set[Token] = field(default_factory=set)
+    first_start: dict[int, int] = field(default_factory=dict)
+    count: int = 0
 
     def launch(self, plan: StepPlan) -> None:
         """Run a plan at once, as the device's order allows, keeping its result from the scheduler."""
         self._check_shape(plan)
-        self._apply_memory(plan)
+        busy = [
+            (slot, start + count)
+            for earlier, _ in self.in_flight
+            for slot, start, count in zip(earlier.slots, earlier.starts, earlier.query_lens, strict=True)
+        ]
+        moves = [move for earlier, _ in self.in_flight for move in earlier.memory.moves]
+        self.memory.apply(plan.memory, busy, moves)
         for load in plan.loads:
             self._load(load)
         rows = [self._run_row(plan, row) for row in range(len(plan.slots))]
@@ -102,7 +148,9 @@ class FakeDevice:
         self.in_flight.append((plan, StepResult(tokens, logprobs, prompt_logprobs)))
 
     def collect(self) -> tuple[StepPlan, StepResult]:
-        return self.in_flight.popleft()
+        plan, result = self.in_flight.popleft()
+        self._note_failures(plan, result)
+        return plan, result
 
     def _check_shape(self, plan: StepPlan) -> None:
         count = len(plan.slots)
@@ -115,23 +163,14 @@ class FakeDevice:
         assert {load.slot for load in plan.loads} <= set(plan.slots[plan.num_decode :]), "a load without its first rows"
         for earlier, _ in self.in_flight:
             for mine, theirs in ((plan, earlier), (earlier, plan)):
-                for name in ("slots", "generations", "starts", "query_lens", "samples", "loads", "maps", "unmaps"):
+                for name in ("slots", "generations", "starts", "query_lens", "samples", "loads", "memory"):
                     assert getattr(mine, name) is not getattr(theirs, name), "a list is shared between steps"
 
-    def _apply_memory(self, plan: StepPlan) -> None:
-        for slot, granules in plan.unmaps:
-            assert granules < self.granules.get(slot, 0)
-            for earlier, _ in self.in_flight:
-                for row, other in enumerate(earlier.slots):
-                    end = earlier.starts[row] + earlier.query_lens[row]
-                    assert other != slot or self.spec.granules(end) <= granules, "unmapped under a step in flight"
-            self.granules[slot] = granules
-            kept = granules * self.spec.granule_tokens
-            self.kv = {key: value for key, value in self.kv.items() if key[0] != slot or key[1] < kept}
-        for slot, granules in plan.maps:
-            assert granules > self.granules.get(slot, 0)
-            self.granules[slot] = granules
-            assert sum(self.granules.values()) <= self.spec.num_granules, "more granules are mapped than exist"
+    def _note_failures(self, plan: StepPlan, result: StepResult) -> None:
+        for slot, generation, token in zip(plan.slots, plan.generations, result.tokens, strict=True):
+            residence = self.residences[slot]
+            if token == -1 and residence.load.generation == generation:
+                self.tainted.add(residence.number)
 
     def _load(self, load: SlotLoad) -> None:
         assert all(load.slot not in earlier.slots for earlier, _ in self.in_flight), (
@@ -144,6 +183,9 @@ class FakeDevice:
         assert load.token_ids[: load.prompt_len] == request.prompt
         assert load.params is request.params
         self.loads[load.slot] = load
+        self.residences[load.slot] = Residence(load, request.cache_salt, self.count)
+        self.count += 1
+        self.residences[load.slot].extend(load.token_ids)
         self.last_token[load.slot] = -99
 
     def _run_row(self, plan: StepPlan, row: int) -> tuple[int | None, TokenLogprobs | None, list[TokenLogprobs] | None]:
@@ -158,14 +200,16 @@ class FakeDevice:
         else:
             queries = load.token_ids[start : start + count]
         assert len(queries) == count
-        state = self._state_before(slot, generation, start)
-        for position, token in enumerate(queries, start):
-            state = fold(state, token)
-            self.kv[slot, position] = (generation, state)
+        residence = self.residences[slot]
+        if row < plan.num_decode:
+            residence.extend(queries)
+        state = self._compute(residence, start, count)
         scores = self._prompt_scores(load, start, count) if row >= plan.num_decode else None
         if not plan.samples[row]:
             return None, None, scores
         token = sample(state, start + count - load.prompt_len, load.params)
+        if token >= 0:
+            self.proven |= {self.memory.read(slot, position) for position in range(start + count)}
         # Non-finite logits still feed some token to the steps in flight.
         self.last_token[slot] = max(token, 0)
         wanted = load.params.logprobs is not None
@@ -173,16 +217,38 @@ class FakeDevice:
 
     def _check_extent(self, load: SlotLoad, start: int, count: int) -> None:
         end = start + count
-        assert end <= self.granules.get(load.slot, 0) * self.spec.granule_tokens, "a row exceeds the mapped granules"
         answer = answer_limit(self.requests[load.choice], self.limits, self.spec)
         assert end <= load.prompt_len + max(answer - 1, 0), "a token is planned that can never be used"
 
-    def _state_before(self, slot: int, generation: int, start: int) -> int:
-        """The hidden state at `start`, after checking that every earlier position was written, and none beyond."""
-        prefix = [self.kv.get((slot, position), (0, 0)) for position in range(start)]
-        assert all(written == generation for written, _ in prefix), "the KV prefix is incomplete or another request's"
-        assert self.kv.get((slot, start), (0, 0))[0] != generation, "a position is written twice"
-        return prefix[-1][1] if prefix else 0
+    def _compute(self, residence: Residence, start: int, count: int) -> int:
+        """The hidden state after a row's tokens, folded from what the memory holds; the row's tokens are written."""
+        slot, salt = residence.load.slot, residence.salt
+        if residence.end < 0:
+            assert start < len(residence.load.token_ids), "the last token of a prompt must be computed"
+            self.first_start.setdefault(residence.load.choice, start)
+            known = {self.memory.read(slot, position) for position in range(start)}
+            assert not any(token.writer in self.tainted for token in known - self.proven), "tainted by NaN"
+        else:
+            assert start == residence.end, "a row leaves a gap or writes a position twice"
+        for position in range(start):
+            token = self.memory.read(slot, position)
+            assert token is not None, "the KV prefix is incomplete"
+            assert (token.salt, token.state) == (salt, residence.states[position]), "the KV of another prefix"
+        for position in range(start, start + count):
+            self._check_write(residence, position)
+            self.memory.write(slot, position, Token(salt, residence.states[position], residence.number, position))
+        residence.end = start + count
+        return residence.states[residence.end - 1]
+
+    def _check_write(self, residence: Residence, position: int) -> None:
+        """No other live sequence has tokens in the granule that is written."""
+        granule = self.memory.granule(residence.load.slot, position)
+        for slot in self.live_slots():
+            other = self.residences.get(slot)
+            if other is None or other is residence or other.end < 0:
+                continue
+            used = self.memory.slots[slot][: self.spec.granules(other.end)]
+            assert granule not in used, "a granule of another live sequence is written"
 
     def _prompt_scores(self, load: SlotLoad, start: int, count: int) -> list[TokenLogprobs] | None:
         if load.params.prompt_logprobs is None:
@@ -197,27 +263,44 @@ class Simulation:
     Request ids count up in arrival order; `choice` repeats them so that loads can be told apart.
     """
 
-    def __init__(self, limits: SchedulerLimits, spec: KvSpec, depth: int = 1) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        spec: KvSpec,
+        depth: int = 1,
+        *,
+        shares: bool = True,
+        prompt_cache: bool = True,
+        seed: int = 0,
+    ) -> None:
         self.limits, self.spec, self.depth = limits, spec, depth
-        self.memory = KvAccounting(spec)
+        self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache)
         self.now = 0.0
         self.scheduler = Scheduler(limits, self.memory, clock=lambda: self.now)
         self.requests: dict[int, AddRequest] = {}
         self.deltas: dict[int, list[RequestDelta]] = {}
         self.aborted: set[int] = set()
+        self._live: dict[int, None] = {}
         self.loaded: list[int] = []
+        self.newest = -1
         self.protected: set[int] = set()
-        self.device = FakeDevice(limits, spec, self.requests)
+        memory = FakeMemory(spec, shares=shares, seed=seed)
+        self.device = FakeDevice(limits, spec, self.requests, memory, self.running_slots)
 
     @property
     def live(self) -> list[int]:
-        return [i for i, deltas in self.deltas.items() if not deltas or deltas[-1].finish is None]
+        return list(self._live)
 
-    def add(self, prompt: list[int], **params: object) -> int:
+    def running_slots(self) -> list[int]:
+        """Slots of sequences that will read their KV again."""
+        return [seq.slot for seq in self.scheduler._roster.running()]
+
+    def add(self, prompt: list[int], *, salt: str = "", **params: object) -> int:
         request_id = len(self.requests)
-        request = AddRequest(request_id, prompt, SamplingParams(**params), request_id, self.now)
+        request = AddRequest(request_id, prompt, SamplingParams(**params), request_id, self.now, salt)
         self.requests[request_id] = request
         self.deltas[request_id] = []
+        self._live[request_id] = None
         refusal = self.scheduler.add(request)
         if refusal is not None:
             self._receive([refusal])
@@ -314,6 +397,8 @@ class Simulation:
         assert all(delta.scheduled_at is None and delta.prompt_logprobs is None for delta in answered[1:])
         for delta in answered[:1]:
             assert request.arrival < delta.scheduled_at <= self.now
+            cached = self.device.first_start[request.request_id]
+            assert delta.cached_tokens == cached < len(request.prompt) or len(self.tokens(request.request_id)) == 0
             positions = [p.logprobs[0] for p in delta.prompt_logprobs or []]
             wanted = request.params.prompt_logprobs is not None
             assert (delta.prompt_logprobs is not None) == wanted
@@ -328,15 +413,17 @@ class Simulation:
 
     def _check_order(self, plan: StepPlan) -> None:
         """First come, first served; and what was once the oldest is never loaded again."""
-        live = self.live
+        live = self._live
         for load in plan.loads:
             assert load.choice in live, "an ended request is loaded"
             assert load.choice not in self.protected, "the oldest was preempted"
-            if load.choice not in self.loaded:
-                assert all(load.choice > other for other in self.loaded), "a request overtook another"
+            if load.choice not in self.device.first_start:
+                assert load.choice > self.newest, "a request overtook another"
+                self.newest = load.choice
             self.loaded.append(load.choice)
-        if live and live[0] in self.loaded:
-            self.protected.add(live[0])
+        oldest = next(iter(live), -1)
+        if 0 <= oldest <= self.newest:
+            self.protected.add(oldest)
         running = {slot: load.choice for slot, load in self.device.loads.items()}
         running |= {load.slot: load.choice for load in plan.loads}
         decodes = [running[slot] for slot in plan.slots[: plan.num_decode]]
@@ -345,5 +432,7 @@ class Simulation:
 
     def _receive(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:
-            assert delta.request_id in self.live, "a delta after the terminal one"
+            assert delta.request_id in self._live, "a delta after the terminal one"
             self.deltas[delta.request_id].append(delta)
+            if delta.finish is not None:
+                del self._live[delta.request_id]

@@ -12,7 +12,8 @@ def simulation(depth=1, *, granule_tokens=4, num_granules=100, num_slots=8, **li
 
 
 def endless(sim: Simulation, length: int, max_tokens: int | None = None) -> int:
-    return sim.add([5] * length, max_tokens=max_tokens, ignore_eos=True)
+    """A request that shares no prompt with those before it."""
+    return sim.add([2 + len(sim.requests) % 60] * length, max_tokens=max_tokens, ignore_eos=True)
 
 
 def rows(plan) -> list[tuple[int, int, bool]]:

@@ -10,7 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bladellm_runtime.wire.messages import RequestDelta
 from tests.scheduler.simulator import VOCAB, Simulation, limits_of, spec_of
 
-prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24), st.lists(st.integers(2, 3), min_size=1, max_size=24)
+)
+salts = st.sampled_from(["", "", "a"])
 max_tokens = st.one_of(st.none(), st.integers(0, 40))
 few_ids = st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple)
 maybe_count = st.sampled_from([None, None, 0, 2])
@@ -26,13 +29,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch_tokens=st.integers(1, 16),
         prefill_chunk_tokens=st.integers(1, 16),
         max_model_len=st.integers(4, 48),
+        block=st.sampled_from([1, 2, 4]),
+        host=st.sampled_from([0, 3, 20]),
+        memory=st.fixed_dictionaries({"shares": st.booleans(), "prompt_cache": st.booleans(), "seed": st.integers()}),
         depth=st.integers(1, 2),
     )
-    def start(
-        self, granule_tokens, num_granules, num_slots, max_batch_tokens, prefill_chunk_tokens, max_model_len, depth
-    ):
-        spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len)
-        self.sim = Simulation(limits_of(max_batch_tokens, prefill_chunk_tokens, max_model_len), spec, depth)
+    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, max_model_len, **limits):
+        spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
+        self.sim = Simulation(limits_of(max_model_len=max_model_len, **limits), spec, depth, **memory)
 
     @rule(
         prompt=prompts,
@@ -43,11 +47,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs=maybe_count,
         prompt_logprobs=maybe_count,
         seed=st.sampled_from([None, 0]),
+        salt=salts,
     )
     def add(self, prompt, max_tokens, min_tokens, **params):
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
         self.sim.add(prompt, max_tokens=max_tokens, min_tokens=min_tokens, **params)
+
+    @precondition(lambda self: self.sim.requests)
+    @rule(data=st.data(), more=st.lists(st.integers(2, 3), max_size=6), max_tokens=max_tokens)
+    def add_next_turn(self, data, more, max_tokens):
+        """A conversation goes on: a prompt that begins with an earlier request and what it got."""
+        earlier = self.sim.requests[data.draw(st.sampled_from(sorted(self.sim.requests)))]
+        tokens = earlier.prompt + self.sim.tokens(earlier.request_id)
+        keep = data.draw(st.integers(0, len(tokens)))
+        self.sim.add(tokens[:keep] + more, max_tokens=max_tokens, salt=earlier.cache_salt)
+
+    @rule()
+    def reset(self):
+        if not self.sim.device.in_flight:
+            self.sim.scheduler.reset_prompt_cache()
 
     @rule(sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(8, 40)), min_size=2, max_size=6))
     def add_crowd(self, sizes):
@@ -96,7 +115,7 @@ TestScheduler.settings = quick
 
 @pytest.mark.slow
 class TestSchedulerLong(SchedulerMachine.TestCase):
-    settings = settings(quick, max_examples=1000, stateful_step_count=50)
+    settings = settings(quick, max_examples=1000, stateful_step_count=50, report_multiple_bugs=False)
 
 
 def run_workload(
