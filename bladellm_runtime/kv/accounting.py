@@ -38,14 +38,12 @@ class KvAccounting:
     With `shares=False`, for arenas where a granule can be shown by one slot only, there is no prompt cache either.
     """
 
-    def __init__(
-        self, spec: KvSpec, *, shares: bool = True, sticky: bool = True, prompt_cache: bool = True
-    ) -> None:
+    def __init__(self, spec: KvSpec, *, shares: bool = True, sticky: bool = True, prompt_cache: bool = True) -> None:
         self.spec = spec
         self.pool = GranulePool(spec.num_granules, spec.block_granules)
         self.swap = SwapSpace(spec.host_granules)
         self.cache = PromptCache(spec.granule_tokens, self.pool, self.swap)
-        self.granules = SlotGranules(spec.num_slots, self.pool, self.cache)
+        self.granules = SlotGranules(spec.num_slots, self.pool, self.cache, spec.split_blocks)
         self.pinned: deque[tuple[int, Node]] = deque()
         """Nodes that moves in flight read, each with the plan of the move."""
         self.idle_slots: dict[int, None] = dict.fromkeys(range(spec.num_slots))
@@ -95,6 +93,9 @@ class KvAccounting:
         del self.idle_slots[slot.number]
         slot.live, slot.key = True, key
         self._show_match(slot, match)
+        if slot.left is not None and self.pool.free < self.spec.granules(room) - slot.granules:
+            # What was here last is next to go anyhow; gone now, its granules need not be mapped again.
+            self.cache.evict_branch(slot.left)
         if not self.grow(slot.number, room):
             raise RuntimeError(
                 f"slot {slot.number} has no room for {room} tokens, which the KV accounting has promised"
@@ -272,6 +273,7 @@ class KvAccounting:
         A unit with a twin there is the sequence's own still; the path goes on behind the twin.
         """
         own: list[Held] = []
+        slot.left = slot.node
         for held in slot.held[slot.indexed :]:
             end = slot.tokens + held.unit.count * self.spec.granule_tokens
             known = min(end, written)
@@ -283,6 +285,7 @@ class KvAccounting:
                 node.proven = proven
             else:
                 own.append(held)
+            slot.left = node or slot.left
             if node is not None and known == end:
                 slot.node = node
             slot.tokens = end

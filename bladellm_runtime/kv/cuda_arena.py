@@ -44,7 +44,8 @@ class CudaArena(GranuleArena):
         self._memory = CudaMemory(spec, driver, self.stats, torch.cuda.empty_cache)
         self._mapper = Mapper(driver.attach)
         self._ticket = 0
-        self._whole = [True] * (spec.num_granules // spec.block_granules)
+        blocks = spec.num_granules // spec.block_granules
+        self._whole = [block >= spec.split_blocks for block in range(blocks)]
         """How each block was shown last by the plans submitted."""
         self._release = weakref.finalize(self, _release, self._mapper, self._memory)
         rows = spec.granule_tokens + spec.num_slots * spec.max_tokens

@@ -52,7 +52,7 @@ class CudaMemory:
             self.homes = [self._reserve(undo, spec.num_granules * size) for size in self._sizes]
             undo.callback(self._drop_all)
             for block in range(len(self._blocks)):
-                self._build(block, whole=True)
+                self._build(block, whole=block >= spec.split_blocks)
             self._undo = undo.pop_all()
         self._stats = stats
 

@@ -1,5 +1,6 @@
 """The pool of physical granules: which are free, handed out one at a time or as whole blocks. Numbers only."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 
@@ -19,7 +20,8 @@ class GranulePool:
     """Free granules 0 to n - 1, in blocks of `block_granules` (granules beyond the last full block are never given
     out whole).
 
-    Single granules come from blocks that are in use already, so that whole blocks stay whole.
+    Single granules come from blocks that are in use already, so that whole blocks stay whole; else from free blocks
+    that were single granules before or lie at the beginning, where whole blocks are taken last.
     """
 
     def __init__(self, num_granules: int, block_granules: int = 1) -> None:
@@ -29,7 +31,7 @@ class GranulePool:
         blocks = -(-num_granules // block_granules)
         # Dicts as ordered sets: the free granules of each block; the blocks of which some, and all, are free.
         self._free = [dict.fromkeys(self._range(block)) for block in range(blocks)]
-        self._whole = dict.fromkeys(reversed(range(num_granules // block_granules)))
+        self._whole = OrderedDict.fromkeys(reversed(range(num_granules // block_granules)))
         self._partial = dict.fromkeys(range(num_granules // block_granules, blocks))
 
     def is_free(self, granule: int) -> bool:
@@ -56,7 +58,7 @@ class GranulePool:
         if block in self._whole:
             del self._whole[block]
         elif self._whole:
-            block, _ = self._whole.popitem()
+            block, _ = self._whole.popitem(last=False)
         else:
             return None
         self._free[block].clear()
@@ -72,6 +74,7 @@ class GranulePool:
         if len(free) == self.block_granules:
             self._partial.pop(block, None)
             self._whole[block] = None
+            self._whole.move_to_end(block, last=unit.count == 1)
         else:
             self._partial[block] = None
 

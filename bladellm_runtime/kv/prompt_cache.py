@@ -115,6 +115,15 @@ class PromptCache:
         if node.places is None:
             self._drop(node)
 
+    def evict_branch(self, node: Node) -> None:
+        """Free an idle unit and those above it, up to where something else needs one or follows one."""
+        while self._is_leaf(node) and node.parent is not None:
+            above = node.parent
+            self._leave_device(node)
+            if node.places is None:
+                self._drop(node)
+            node = above
+
     def spill(self, before: int, granules: int, most: int) -> list[tuple[Node, list[int]]]:
         """The next nodes to copy to the host, with the places for them; they are pinned, the caller unpins them.
 

@@ -59,7 +59,8 @@ def plan_spec(
     sequences.
 
     A block has about `block_bytes` of one group, less where that would leave few blocks or be longer than a sequence;
-    the pool is whole blocks. `scale_token_bytes`: scales of one token over all layers. `host_bytes`: swap space.
+    the pool is whole blocks. Half of them are split at first, for a block takes some milliseconds to convert.
+    `scale_token_bytes`: scales of one token over all layers. `host_bytes`: swap space.
 
     A sequence wastes half a granule on average. An 8B model (32 layers in groups of 4, 8 KV heads of 128, bfloat16)
     with pages of 2 MiB has granules of 128 tokens, 16 MiB over its 8 groups, so 8 MiB a sequence: 2 GiB of 120 at 256
@@ -91,7 +92,8 @@ def plan_spec(
     pool = _whole_blocks(block, pool, most)
     host = host_bytes // (granule_tokens * token_bytes)
     max_tokens = min(length, pool) * granule_tokens
-    return KvSpec(groups, granule_tokens, pool, num_slots, max_tokens, block, scale_token_bytes, host)
+    split = pool // block // 2 if block > 1 else 0
+    return KvSpec(groups, granule_tokens, pool, num_slots, max_tokens, block, split, scale_token_bytes, host)
 
 
 def _first_granule(unit: int, hint: int, tokens_per_slot: int) -> int:

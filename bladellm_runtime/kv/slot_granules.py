@@ -41,6 +41,8 @@ class Slot:
     indexed: int = 0
     tokens: int = 0
     broken: bool = False
+    left: Node | None = None
+    """The node with the last tokens of the sequence that left the slot."""
 
 
 class SlotGranules:
@@ -49,10 +51,10 @@ class SlotGranules:
     What is free goes first, then what the prompt cache alone keeps, then what is mapped ahead of need.
     """
 
-    def __init__(self, num_slots: int, pool: GranulePool, cache: PromptCache) -> None:
+    def __init__(self, num_slots: int, pool: GranulePool, cache: PromptCache, split_blocks: int = 0) -> None:
         self._pool = pool
         self._cache = cache
-        self._classes = BlockClasses(pool.num_granules, pool.block_granules)
+        self._classes = BlockClasses(pool.num_granules, pool.block_granules, split_blocks)
         self.slots = [Slot(number, SlotView(self._classes)) for number in range(num_slots)]
         self.plan = MemoryPlan()
         # Slots that hold a granule ahead of need: a dict as an ordered set.
@@ -115,7 +117,7 @@ class SlotGranules:
         if hide and slot.view.granules:
             self.plan.views.append(Hide(slot.number, 0))
             slot.view.cut(0)
-        self.slots[slot.number] = Slot(slot.number, slot.view)
+        self.slots[slot.number] = Slot(slot.number, slot.view, left=slot.left)
 
     def _need_ahead(self, slot: Slot) -> None:
         """The next step needs what was mapped ahead: so it does the view, if that is still to come."""

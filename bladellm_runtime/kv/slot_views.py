@@ -7,13 +7,14 @@ class BlockClasses:
     """Whether each block of the pool is used whole or granule by granule.
 
     The two are different memory to an arena: a block that changes loses its contents, and every view of it ends. The
-    *age* of a block counts its changes. Blocks are whole at first, and at every even age. Where a block is a single
-    granule nothing ever changes.
+    *age* of a block counts its changes: blocks are whole at every even age. The first `split_blocks` begin split, at
+    age 1. Where a block is a single granule nothing ever changes.
     """
 
-    def __init__(self, num_granules: int, block_granules: int) -> None:
+    def __init__(self, num_granules: int, block_granules: int, split_blocks: int = 0) -> None:
         self._size = block_granules
-        self._ages = [0] * -(-num_granules // block_granules)
+        blocks = -(-num_granules // block_granules)
+        self._ages = [1] * split_blocks + [0] * (blocks - split_blocks)
 
     def age(self, granule: int) -> int:
         return self._ages[granule // self._size]

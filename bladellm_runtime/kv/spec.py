@@ -18,7 +18,8 @@ class KvSpec:
     A *granule* is the unit of mapping: `granule_tokens` consecutive tokens of one sequence in every group.
     `max_tokens` is the longest sequence (a multiple of `granule_tokens`), the address range a slot reserves.
     `block_granules` consecutive granules, the first a multiple of that, are a *block*: mapped with one call a group
-    when taken whole. `scale_token_bytes`: one token's scales over all layers, kept by granule outside the groups.
+    when taken whole; the first `split_blocks` are made for single granules at first. `scale_token_bytes`: one token's
+    scales over all layers, kept by granule outside the groups.
     `host_granules`: granules of host memory to swap cached prompts to.
     """
 
@@ -28,6 +29,7 @@ class KvSpec:
     num_slots: int
     max_tokens: int
     block_granules: int = 1
+    split_blocks: int = 0
     scale_token_bytes: int = 0
     host_granules: int = 0
 

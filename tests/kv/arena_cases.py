@@ -49,7 +49,7 @@ class Geometry:
         unit = plan_spec(groups, 1 << 40, 1, 1, 1, PAGE).granule_tokens
         tokens = unit if kind in ("memfd", "cuda") else 3
         pool, length = self.blocks * self.block_granules, self.max_granules * tokens
-        return KvSpec(groups, tokens, pool, self.num_slots, length, self.block_granules, scales, self.host_granules)
+        return KvSpec(groups, tokens, pool, self.num_slots, length, self.block_granules, 0, scales, self.host_granules)
 
     def arena(self, kind: str, cuda: FakeCuda | None = None):
         spec = self.spec(kind)
