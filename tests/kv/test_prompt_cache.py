@@ -200,6 +200,31 @@ def test_a_tail_is_copied_not_shared():
     assert copy.target == engine.memory.slots[admission.slot][2] != copy.source
 
 
+def test_who_is_refused_enters_as_soon_as_anything_makes_room():
+    engine = Engine(spec_of(4, 10, 4, 10))
+    tokens, other = prompt(24), prompt(32, 1)
+    first = engine.admit(tokens[:20])
+    assert engine.accounting.admit(other, 32, 0) is None
+    assert engine.accounting.admit(tokens, 24, 5) is None
+    engine.step()
+    assert engine.accounting.admit(tokens, 24, 5) is None
+    assert engine.accounting.admit(tokens, 24, 4) is not None, "less headroom is asked for"
+    assert engine.accounting.admit(other, 32, 0) is None
+    engine.release(first.slot)
+    assert engine.accounting.admit(other, 32, 0) is None
+    engine.accounting.release_slot(1 - first.slot, tokens, 20)
+    assert engine.accounting.admit(other, 32, 0) is not None
+
+
+def test_who_is_refused_enters_when_more_of_it_is_cached():
+    engine = Engine(spec_of(4, 10, 4, 10))
+    tokens = prompt(29)
+    slot = engine.accounting.admit(tokens[:28], 28, 0).slot
+    assert engine.accounting.admit(tokens, 29, 0) is None
+    engine.accounting.remember(slot, tokens, 28)
+    assert engine.accounting.admit(tokens, 29, 0).cached == 28
+
+
 def test_what_is_copied_stays_until_the_move_is_done():
     engine = Engine(spec_of(8, 6, 2, 6))
     tokens = prompt(14)
