@@ -51,6 +51,9 @@ class KvAccounting:
         self._sticky = shares and sticky
         self._caching = shares and prompt_cache
         self._plans = 1
+        # Counts what may make room for a sequence, or more of it cached; and who was refused when it stood there.
+        self._news = 0
+        self._refused: tuple[Sequence[int], int, int, int] = ((), 0, 0, -1)
 
     @property
     def used(self) -> int:
@@ -86,8 +89,11 @@ class KvAccounting:
         """
         if not self.idle_slots or room > self.spec.max_tokens:
             return None
+        if self._is_refused(tokens, room, headroom):
+            return None
         match = self._match(tokens, room, headroom, key, read)
         if match is None:
+            self._refused = (tokens, room, headroom, self._news)
             return None
         slot = self.granules.slots[self._choose_slot(match)]
         del self.idle_slots[slot.number]
@@ -139,6 +145,7 @@ class KvAccounting:
             node, taken = self.cache.insert(slot.key, slot.node, packed, held.unit, born=self._plans)
             slot.broken = not taken
             if taken and node is not None:
+                self._news += 1
                 self.cache.use(node)
                 held.node = slot.node = node
                 slot.indexed, slot.tokens = slot.indexed + 1, end
@@ -165,6 +172,7 @@ class KvAccounting:
                 self.cache.release(held.node)
         if slot.node is not None:
             slot.node.slot = number
+        self._news += 1
         self.granules.clear(slot, hide=not self._sticky)
         self.idle_slots[number] = None
 
@@ -179,6 +187,7 @@ class KvAccounting:
     def complete(self, plans: int) -> None:
         """The first `plans` drained plans have been carried out."""
         while self.pinned and self.pinned[0][0] <= plans:
+            self._news += 1
             self.cache.unpin(self.pinned.popleft()[1])
 
     def reset_prompt_cache(self) -> None:
@@ -188,6 +197,12 @@ class KvAccounting:
     def check(self) -> None:
         """Raise `RuntimeError` if a count is wrong. For tests and idle moments: visits every slot."""
         accounting_check.check(self.spec, self.pool, self.cache, self.granules, self.idle_slots, self.pinned)
+
+    def _is_refused(self, tokens: Sequence[int], room: int, headroom: int) -> bool:
+        """Whether the same sequence was refused the last time and nothing has changed for the better: who waits asks in
+        every step, and a long prompt takes a millisecond to match."""
+        before, its_room, its_headroom, news = self._refused
+        return before is tokens and its_room == room and its_headroom <= headroom and news == self._news
 
     def _match(self, tokens: Sequence[int], room: int, headroom: int, key: str, read: bool) -> Match | None:
         """What of a sequence can be shown and copied; None when there is no room for the rest of it."""

@@ -34,6 +34,11 @@ class GranulePool:
         self._whole = OrderedDict.fromkeys(reversed(range(num_granules // block_granules)))
         self._partial = dict.fromkeys(range(num_granules // block_granules, blocks))
 
+    @property
+    def free_blocks(self) -> int:
+        """Whole blocks that are free."""
+        return len(self._whole)
+
     def is_free(self, granule: int) -> bool:
         return granule in self._free[granule // self.block_granules]
 

@@ -90,6 +90,7 @@ class SlotGranules:
         unit = None
         self._make_free(size if missing >= size else 1)
         if 1 < size <= missing:
+            self._make_whole()
             unit = self._pool.take_block(wanted if whole and wanted is not None and wanted % size == 0 else None)
         if unit is None:
             after = slot.held[-1].unit.first if slot.held else None
@@ -137,6 +138,15 @@ class SlotGranules:
             slot.granules -= unit.count
             self._pool.give(unit)
             self._cancel_ahead(slot)
+
+    def _make_whole(self) -> None:
+        """Evict a block's worth of cached units, or less, until a whole block is free: else what is free in pieces
+        goes to long sequences, and ever fewer blocks stay whole."""
+        budget = self._pool.block_granules
+        while not self._pool.free_blocks and self._cache.idle and budget > 0:
+            before = self._pool.free
+            self._cache.evict()
+            budget -= self._pool.free - before
 
     def _cancel_ahead(self, slot: Slot) -> None:
         """Leave out the view of what was mapped ahead, if that is still to come: nothing may count on it."""
