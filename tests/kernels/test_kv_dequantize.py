@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from bladellm_kernels.kv_dequantize import kv_dequantize, kv_dequantize_reference
+from bladellm_kernels.kv_dequantize import Stretch, dequantized_layers, kv_dequantize
 from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_reference
 
 from tests.kernels.conditions import DEVICES
 from tests.kernels.prefill_support import prefill_case
@@ -12,21 +14,43 @@ from tests.kernels.prefill_support import prefill_case
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize(("first", "end"), [(0, 39), (13, 14), (16, 32), (5, 5)])
-def test_numbers_are_those_of_kv_read(device, name, paged, first, end):
-    _, kv, [_, span] = prefill_case(name, torch.bfloat16, (3, 3, 24), [(2, 5), (20, 19)], device, paged, mapped=paged)
-    expected = torch.empty(end - first, 2, 3, 24, device=device)
-    kv_dequantize_reference(kv, span.base_row, span.slot, first, end, expected)
-    out = torch.full((end - first + 2, 2, 6, 24), 7.0, device=device)
-    kv_dequantize(kv, span.base_row, span.slot, first, end, out[1:-1, :, ::2])
-    torch.testing.assert_close(out[1:-1, :, ::2], expected)
+@pytest.mark.parametrize("bounds", [[(0, 39)], [(13, 14)], [(16, 32), (0, 39), (38, 39)], [(5, 5), (0, 33)], []])
+def test_numbers_are_those_of_kv_read(device, name, paged, bounds):
+    heads, spans = (3, 3, 24), [(2, 5), (20, 19), (0, 40)]
+    _, kv, chunks = prefill_case(name, torch.bfloat16, heads, spans, device, paged, mapped=paged)
+    stretches = [Stretch(chunks[1 + i % 2].base_row, 1 + i % 2, *each) for i, each in enumerate(bounds)]
+    parts = [kv_read(kv, *each, torch.float32) for each in stretches]
+    total = sum(len(part) for part in parts)
+    out = torch.full((total + 2, 2, 6, 24), 7.0, device=device)
+    kv_dequantize(kv, stretches, out[1:-1, :, ::2])
+    if parts:
+        torch.testing.assert_close(out[1:-1, :, ::2], torch.cat(parts))
     assert out[1:-1, :, ::2].isfinite().all()
     out[1:-1, :, ::2] = 7
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["int8", "int4_affine", "fp8_e4m3"])
+@pytest.mark.parametrize("rows", [1, 60, 100, 1000])
+def test_plain_layers_hold_every_chunk_in_bounded_buffers(device, name, rows):
+    spans = [(2, 5), (20, 19), (0, 40), (30, 70), (0, 1)]
+    q, kv, chunks = prefill_case(name, torch.float32, (6, 2, 32), spans, device)
+    expected = ragged_prefill_attention_reference(q, kv, chunks, 0.2)
+    seen = 0
+    for plain, moved in dequantized_layers(kv, chunks, torch.float32, rows * 2 * 2 * 32 + 5):
+        assert not plain.format.quantized
+        assert len(plain.payload) <= rows or len(moved) == 1
+        result = ragged_prefill_attention_reference(q, plain, moved, 0.2)
+        for span in moved:
+            own = slice(span.first, span.first + span.query_len)
+            torch.testing.assert_close(result[own], expected[own], atol=1e-5, rtol=1e-5)
+        seen += len(moved)
+    assert seen == len(chunks)
 
 
 def test_a_wrong_buffer_is_refused():
     _, kv, [span] = prefill_case("int8", torch.float32, (3, 3, 24), [(0, 20)])
     for out in (torch.empty(19, 2, 3, 24), torch.empty(20, 2, 3, 48)[..., ::2]):
         with pytest.raises(ValueError, match="out must be"):
-            kv_dequantize(kv, span.base_row, span.slot, 0, 20, out)
+            kv_dequantize(kv, [Stretch(span.base_row, span.slot, 0, 20)], out)
