@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +155,8 @@ def routes(
     if kv.format.quantized:
         yield "triton on numbers", lambda: _launch_on_numbers(q, kv, spans, scale, out, tile)
     if q.dtype != torch.float32:
-        yield "cuDNN parts", lambda: [prefill_sdpa.attend_chunk(q, kv, span, scale, out) for span in spans]
+        for name, aside in (("cuDNN parts", True), ("cuDNN parts, one stream", False)):
+            yield name, partial(_attend_by_parts, q, kv, spans, scale, out, aside)
 
 
 def _launch_on_numbers(
@@ -164,6 +166,13 @@ def _launch_on_numbers(
 
     for plain, moved in dequantized_layers(kv, spans, q.dtype, SCRATCH_ELEMENTS):
         launch(q, plain, moved, scale, None, out, tile)
+
+
+def _attend_by_parts(
+    q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, out: torch.Tensor, aside: bool
+) -> None:
+    for span in spans:
+        prefill_sdpa.attend_chunk(q, kv, span, scale, None if len(spans) == 1 else out, aside=aside)
 
 
 def measure(setting: Setting, case: str, formats: list[str], paged: bool, tile: TileShape | None) -> Iterator[Result]:

@@ -9,7 +9,7 @@ kernel on 512 (16), 1000 (30), 2048 (91), 8192 (1,116), 2048 behind 8192 (625) a
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bladellm_kernels.prefill_tiles import Span
+from bladellm_kernels.prefill_tiles import Span, key_parts
 
 # Scalar operations a µs: of the library at its best, and of the Triton kernel on plain and on quantized memory.
 LIBRARY_RATE, KERNEL_RATE, FUSED_RATE = 690e6, 515e6, 188e6
@@ -77,11 +77,22 @@ def dequantize_cost(heads: Heads, keys: int) -> float:
     return keys * 2 * heads.kv * heads.dim * (heads.bytes + heads.stored_bytes) / COPY_RATE
 
 
-def chunk_cost(heads: Heads, span: Span, fused: bool) -> float:
-    """A chunk's part of a launch of the Triton kernel, on codes (`fused`) or on plain numbers."""
-    scores = span.query_len * (span.start + (span.query_len + 1) / 2)
+def chunk_cost(heads: Heads, span: Span, fused: bool, alone: bool = False) -> float:
+    """A chunk's part of a launch of the Triton kernel, on codes (`fused`) or on plain numbers.
+
+    alone: nothing else fills the multiprocessors that its last wave of programs leaves idle.
+    """
+    prefix, square = span.query_len * span.start, span.query_len * (span.query_len + 1) / 2
+    scores = square + prefix * (_idle_factor(heads, span) if alone else 1.0)
     rate = FUSED_RATE if fused else KERNEL_RATE
     return KERNEL_ELEMENT * span.query_len * heads.elements + 4 * heads.elements * scores / rate
+
+
+def _idle_factor(heads: Heads, span: Span) -> float:
+    """Multiprocessors × waves of programs, by programs."""
+    programs = -(-span.query_len * (heads.query // heads.kv) // PROGRAM_ROWS) * heads.kv
+    programs *= key_parts(span.start + span.query_len, programs)
+    return -(-programs // MULTIPROCESSORS) * MULTIPROCESSORS / programs
 
 
 def fused_is_cheaper(heads: Heads, span: Span) -> bool:
@@ -93,20 +104,20 @@ def fused_is_cheaper(heads: Heads, span: Span) -> bool:
     return chunk_cost(heads, span, fused=True) <= plain
 
 
-def kernel_cost(heads: Heads, spans: Iterable[Span]) -> float:
-    """The Triton kernel on some chunks, by `fused_is_cheaper`; nothing for none."""
+def kernel_cost(heads: Heads, spans: Iterable[Span], alone: bool = False) -> float:
+    """The Triton kernel on some chunks, by `fused_is_cheaper`; nothing for none. alone: on one, as in `chunk_cost`."""
     fused = plain = 0.0
     for span in spans:
-        of_fused, of_plain = launch_shares(heads, span)
+        of_fused, of_plain = launch_shares(heads, span, alone)
         fused, plain = fused + of_fused, plain + of_plain
     return launches_cost(heads, fused, plain)
 
 
-def launch_shares(heads: Heads, span: Span) -> tuple[float, float]:
+def launch_shares(heads: Heads, span: Span, alone: bool = False) -> tuple[float, float]:
     """What a chunk adds to the launch of the Triton kernel on codes, and to that on plain numbers: one is 0."""
     if heads.quantized and fused_is_cheaper(heads, span):
-        return chunk_cost(heads, span, fused=True), 0.0
-    plain = chunk_cost(heads, span, fused=False)
+        return chunk_cost(heads, span, True, alone), 0.0
+    plain = chunk_cost(heads, span, False, alone)
     return 0.0, plain + (dequantize_cost(heads, span.start + span.query_len) if heads.quantized else 0.0)
 
 

@@ -53,7 +53,7 @@ def _library_chunks(spans: Sequence[Span], heads: Heads, alone: bool, longest_pi
     order = sorted(spans, key=lambda span: -span.query_len * (2 * span.start + span.query_len))
     rests = [(0.0, 0.0)]
     for span in reversed(order):
-        fused, plain = launch_shares(heads, span)
+        fused, plain = launch_shares(heads, span, len(order) == 1)
         rests.append((rests[-1][0] + fused, rests[-1][1] + plain))
     best, least, spent = 0, launches_cost(heads, *rests.pop()), 0.0
     for count, span in enumerate(order, 1):

@@ -11,6 +11,8 @@ piece into a bounded buffer. The states are merged by their log-sum-exp.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 
@@ -43,27 +45,64 @@ def attend_chunk(
     scale: float,
     out: torch.Tensor | None = None,
     sdpa: Sdpa | None = None,
+    aside: bool = True,
 ) -> torch.Tensor:
     """A chunk of `ragged_prefill_attention`, without window: written to its rows of `out` [T, Hq, D] and returned
-    [query_len, Hq, D]; without `out` the result may be the library's own tensor. sdpa: cuDNN's by default.
+    [query_len, Hq, D]; without `out` the result may be the library's own tensor. sdpa: cuDNN's by default. aside: the
+    square runs beside the prefix, which fills the multiprocessors that its few long rows leave idle.
     """
     sdpa = cudnn_attention if sdpa is None else sdpa
     plan = plan_chunk(layer_heads(q, kv), span.query_len, span.start, longest_piece(kv))
     lead, end = span.start - plan.split, span.start + span.query_len
     queries = _queries(q, span, lead, max(plan.square, lead + plan.rows))
-    k, v = _stored(kv, span, plan.split, end, plan.square, q.dtype)
-    states = [sdpa(queries[: plan.square], k, v, True, scale).rows(lead, lead + span.query_len)]
-    first = 0
-    for piece in plan.pieces:
-        if len(states) == MERGED_AT_ONCE:
-            states = [merge_states(states)]
-        k, v = _stored(kv, span, first, first + piece, piece, q.dtype)
-        states.append(sdpa(queries[lead : lead + plan.rows], k, v, False, scale).rows(0, span.query_len))
-        first += piece
+    with side_stream(q.device, aside and bool(plan.pieces)) as join:
+        k, v = _stored(kv, span, plan.split, end, plan.square, q.dtype)
+        square = sdpa(queries[: plan.square], k, v, True, scale).rows(lead, lead + span.query_len)
+    states = _prefix_states(queries[lead : lead + plan.rows], kv, span, plan.pieces, scale, sdpa)
+    join()
     target = None if out is None else out[span.first : span.first + span.query_len]
-    if len(states) > 1:
-        return merge_states(states, target).out
-    return states[0].out if target is None else target.copy_(states[0].out)
+    if states:
+        return merge_states([*states, square], target).out
+    return square.out if target is None else target.copy_(square.out)
+
+
+def _prefix_states(
+    queries: torch.Tensor, kv: KvLayer, span: Span, pieces: Iterable[int], scale: float, sdpa: Sdpa
+) -> list[State]:
+    """Of the pieces of a prefix; merged in between where they are many."""
+    states: list[State] = []
+    first = 0
+    for piece in pieces:
+        if len(states) == MERGED_AT_ONCE - 1:
+            states = [merge_states(states)]
+        k, v = _stored(kv, span, first, first + piece, piece, queries.dtype)
+        states.append(sdpa(queries, k, v, False, scale).rows(0, span.query_len))
+        first += piece
+    return states
+
+
+@contextmanager
+def side_stream(device: torch.device, used: bool) -> Iterator[Callable[[], None]]:
+    """Run what is within on a stream of its own, behind what the current one has to do; without CUDA, or where not
+    `used`, as ever. Gives what lets the current stream wait for it, to be called before results are used.
+
+    Memory is safe without more: what is allocated within is taken again within only, behind the current stream's work
+    at that time; what was allocated before must be kept until the join.
+    """
+    if not used or device.type != "cuda":
+        yield lambda: None
+        return
+    main = torch.cuda.current_stream(device)
+    side = _side_stream(device, main.cuda_stream)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield lambda: main.wait_stream(side)
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
+    """One beside each stream."""
+    return torch.cuda.Stream(device)
 
 
 def layer_heads(q: torch.Tensor, kv: KvLayer) -> Heads:

@@ -61,9 +61,12 @@ def test_lengths_to_plan_for_are_few():
         *((us, square_cost(HEADS, n)) for n, us in ((512, 14), (1024, 32), (2048, 82), (8192, 884), (32768, 12835))),
         *((us, rectangle_cost(HEADS, *shape)) for shape, us in (((2048, 4096), 212), ((2048, 34816), 1677))),
         *((us, rectangle_cost(HEADS, *shape)) for shape, us in (((2048, 133120), 6394), ((64, 8256), 113))),
-        *((us, kernel_cost(HEADS, step((n, 0)))) for n, us in ((512, 16), (1000, 30), (2048, 91), (8192, 1116))),
-        *((us, kernel_cost(HEADS, step((2048, start)))) for start, us in ((2048, 229), (8192, 625), (131072, 8732))),
-        (313, kernel_cost(HEADS, step((1500, 5000)))),
+        *((us, kernel_cost(HEADS, step((n, 0)), True)) for n, us in ((512, 16), (1000, 30), (2048, 91), (8192, 1116))),
+        *(
+            (us, kernel_cost(HEADS, step((2048, start)), True))
+            for start, us in ((2048, 229), (8192, 625), (131072, 8732))
+        ),
+        (313, kernel_cost(HEADS, step((1500, 5000)), True)),
         (42, kernel_cost(HEADS, step(*[(512, 0)] * 4))),
         (224, kernel_cost(HEADS, step((100, 0), (700, 300), (1200, 3000), (64, 9000)))),
         (508, library_cost(HEADS, *step((2048, 8192)), True)),
@@ -115,7 +118,7 @@ def test_every_chunk_takes_one_way_and_none_is_much_cheaper(spans, heads, alone)
 
     def cost(library: tuple[Span, ...]) -> float:
         rest = [span for span in spans if span not in library]
-        return sum(library_cost(heads, span, alone) for span in library) + kernel_cost(heads, rest)
+        return sum(library_cost(heads, span, alone) for span in library) + kernel_cost(heads, rest, len(spans) == 1)
 
     assert cost(routes.library) <= cost(()) + 1e-6
     wide = tuple(span for span in spans if span.query_len >= 384)

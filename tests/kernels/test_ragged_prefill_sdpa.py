@@ -161,7 +161,7 @@ def test_merge_of_parts_is_attention_over_all(device, parts):
     assert merged.out.data_ptr() == target.data_ptr()
     assert (target[:, 1::2] == 7).all()
     for state in (merged, merge_states(states)):
-        torch.testing.assert_close(state.out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.out, expected, atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(state.lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
@@ -176,7 +176,7 @@ def test_large_chunks_on_cuda(marked, heads, dtype, name, paged):
     out, parts = torch.full((2, *q.shape), 7.0, dtype=dtype, device="cuda").unbind(0)
     ragged_prefill_attention(q, kv, chunks, 0.1, out=out)
     for span in chunks:
-        attend_chunk(q, kv, span, 0.1, parts)
+        attend_chunk(q, kv, span, 0.1, parts, aside=span.slot % 2 == 1)
     assert (out[:2] == 7).all()
     assert (parts[:2] == 7).all()
     for span in chunks:
