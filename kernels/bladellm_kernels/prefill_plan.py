@@ -9,7 +9,8 @@ start, the chunk is
 Padding costs time on every layer of every step, planning once in the life of the process: 45 ms are some 30 steps'
 gain of 5 % of a chunk of 2048 tokens in 32 layers. So squares have every multiple of 128 up to 8192 (64 plans, 2.9 s;
 at most 1/64 is padding from 4096 on), the queries of a prefix 8 lengths an octave, and pieces of a prefix 4 lengths an
-octave: what remains behind one piece is another one, of a quarter of its length at most.
+octave: what remains behind one piece is another one, of a quarter of its length at most. Chunks of any length up to
+2048 behind prefixes of any length up to 8192 come to some 180 plans together, 8 s over the life of a server.
 """
 
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def _plans(query_len: int, start: int, longest_piece: int) -> tuple[ChunkPlan, .
 def _pieces(length: int, longest: int) -> Iterator[int]:
     """Longest first."""
     while length > 0:
-        step = length_step(length + 1, PIECE_STEPS)
+        step = length_step(length, PIECE_STEPS)
         piece = min(longest, length // step * step)
         yield piece
         length -= piece

@@ -97,6 +97,8 @@ def test_large_chunks_go_to_the_library_and_small_ones_together_to_the_kernel(al
         assert choose_routes(step(chunk), HEADS, False, alone).stored == step(chunk)
     for small in ([(64, 131072)], [(100, 0)], [(300, 777)], [(512, 0)] * 4):
         assert choose_routes(step(*small), HEADS, True, alone).stored == step(*small)
+    exact = choose_routes(step((2048, 0)), HEADS, True, alone)
+    assert bool(exact.library) == alone, "the kernel writes where the library's result would have to be copied to"
     mixed = step((100, 0), (700, 300), (1200, 3000), (64, 9000))
     assert choose_routes(mixed, HEADS, True, False).stored == mixed
     large = step((100, 0), (6000, 3000), (64, 9000))

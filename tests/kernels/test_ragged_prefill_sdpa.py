@@ -128,8 +128,13 @@ def test_keys_are_copied_where_the_granule_has_no_room():
 def test_the_buffer_is_bounded(monkeypatch):
     q, kv, [span] = prefill_case("int8", torch.float32, (4, 2, 16), [(144, 20)])
     monkeypatch.setattr(prefill_sdpa, "SCRATCH_ELEMENTS", 40 * 2 * 2 * 16)
+    merged: list[int] = []
+    monkeypatch.setattr(
+        prefill_sdpa, "merge_states", lambda states, *out: merged.append(len(states)) or merge_states(states, *out)
+    )
     library = StandIn()
     attend_chunk(q, kv, span, 0.3, None, library)
+    assert max(merged) == 3, "states are kept"
     pieces = [keys.shape[0] for _, keys, causal in library.calls if not causal]
     assert len(pieces) >= 4
     assert max(pieces) == 32
