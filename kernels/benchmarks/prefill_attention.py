@@ -164,7 +164,7 @@ def _launch_on_numbers(
 ) -> None:
     from bladellm_kernels.ragged_prefill_triton import launch
 
-    for plain, moved in dequantized_layers(kv, spans, q.dtype, SCRATCH_ELEMENTS):
+    for plain, moved in dequantized_layers(kv, spans, None, q.dtype, SCRATCH_ELEMENTS):
         launch(q, plain, moved, scale, None, out, tile)
 
 

@@ -47,35 +47,40 @@ def kv_dequantize_reference(kv: KvLayer, stretches: Sequence[Stretch], out: torc
 
 
 def dequantized_layers(
-    kv: KvLayer, spans: Sequence[Span], dtype: torch.dtype, most_elements: int
+    kv: KvLayer, spans: Sequence[Span], window: int | None, dtype: torch.dtype, most_elements: int
 ) -> Iterator[tuple[KvLayer, list[Span]]]:
-    """Plain layers with the KV of chunks of a quantized one, and the chunks in them; one may be used at a time.
+    """Plain layers with what chunks of a quantized one see, and the chunks in them; one may be used at a time.
 
-    A layer is a buffer of at most `most_elements` numbers of `dtype`, or what one chunk takes.
+    A layer is a buffer of at most `most_elements` numbers of `dtype`, or what one chunk takes. With a window, a chunk's
+    base row may lie before the buffer, since only the rows from the first that it sees are there.
     """
     rows = most_elements // (2 * kv.kv_heads * kv.head_dim)
-    for group in _groups(spans, rows):
-        stretches = [Stretch(span.base_row, span.slot, 0, span.start + span.query_len) for span in group]
+    for group in _groups([(span, _seen(span, window)) for span in spans], rows):
         moved: list[Span] = []
         total = 0
-        for span, stretch in zip(group, stretches, strict=True):
-            moved.append(span._replace(base_row=total))
-            total += stretch.end
+        for span, stretch in group:
+            moved.append(span._replace(base_row=total - stretch.first))
+            total += stretch.end - stretch.first
         buffer = torch.empty(total, 2, kv.kv_heads, kv.head_dim, dtype=dtype, device=kv.payload.device)
-        kv_dequantize(kv, stretches, buffer)
+        kv_dequantize(kv, [stretch for _, stretch in group], buffer)
         yield KvLayer(buffer, NO_QUANT, kv.granule_tokens), moved
 
 
-def _groups(spans: Sequence[Span], rows: int) -> Iterator[list[Span]]:
-    """Chunks in order, as many together as have their positions in `rows`."""
-    group: list[Span] = []
+def _seen(span: Span, window: int | None) -> Stretch:
+    first = 0 if window is None else max(0, span.start - window + 1)
+    return Stretch(span.base_row, span.slot, first, span.start + span.query_len)
+
+
+def _groups(stretches: Sequence[tuple[Span, Stretch]], rows: int) -> Iterator[list[tuple[Span, Stretch]]]:
+    """In order, as many together as have their positions in `rows`."""
+    group: list[tuple[Span, Stretch]] = []
     taken = 0
-    for span in spans:
-        length = span.start + span.query_len
+    for span, stretch in stretches:
+        length = stretch.end - stretch.first
         if group and taken + length > rows:
             yield group
             group, taken = [], 0
-        group.append(span)
+        group.append((span, stretch))
         taken += length
     if group:
         yield group

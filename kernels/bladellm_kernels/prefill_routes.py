@@ -31,16 +31,21 @@ class Routes:
 
 @lru_cache(maxsize=16)
 def choose_routes(
-    spans: tuple[Span, ...], heads: Heads, library: bool, alone: bool, longest_piece: int = LONGEST_PIECE
+    spans: tuple[Span, ...],
+    heads: Heads,
+    library: bool,
+    alone: bool,
+    longest_piece: int = LONGEST_PIECE,
+    window: int | None = None,
 ) -> Routes:
     """The cheapest of: some of the largest chunks by the library (if `library` can take any), and the others by Triton.
 
-    alone: the result of an only chunk may be the library's own tensor. Kept, since all layers of a step ask for the
-    same.
+    alone: the result of an only chunk may be the library's own tensor. window: what a query sees; None or all of it for
+    the library. Kept, since all layers of a step ask for the same.
     """
     taken = _library_chunks(spans, heads, alone, longest_piece) if library and not _shared_memory(spans) else set()
     rest = [span for span in spans if span not in taken]
-    dequantized = [span for span in rest if heads.quantized and not fused_is_cheaper(heads, span)]
+    dequantized = [span for span in rest if heads.quantized and not fused_is_cheaper(heads, _seen(span, window))]
     return Routes(
         tuple(span for span in spans if span in taken),
         tuple(dequantized),
@@ -75,6 +80,11 @@ def library_cost(heads: Heads, span: Span, alone: bool, longest_piece: int = LON
     if not alone and not plan.pieces:
         cost += copy_cost(heads, span.query_len)
     return cost
+
+
+def _seen(span: Span, window: int | None) -> Span:
+    """A chunk that has as many keys before it as its first query sees."""
+    return span if window is None else span._replace(start=min(span.start, window - 1))
 
 
 def _shared_memory(spans: Sequence[Span]) -> bool:

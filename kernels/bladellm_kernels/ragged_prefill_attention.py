@@ -97,11 +97,11 @@ def _attend_on_cuda(
     library = library_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
     heads = prefill_sdpa.layer_heads(q, kv)
-    routes = choose_routes(tuple(spans), heads, library, alone, prefill_sdpa.longest_piece(kv))
+    routes = choose_routes(tuple(spans), heads, library, alone, prefill_sdpa.longest_piece(kv), window)
     if alone and routes.library:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    for plain, moved in dequantized_layers(kv, routes.dequantized, q.dtype, SCRATCH_ELEMENTS):
+    for plain, moved in dequantized_layers(kv, routes.dequantized, window, q.dtype, SCRATCH_ELEMENTS):
         ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
     if routes.stored:
         ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)

@@ -5,7 +5,6 @@ import torch
 from bladellm_kernels.kv_dequantize import Stretch, dequantized_layers, kv_dequantize
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import kv_read
-from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_reference
 
 from tests.kernels.conditions import DEVICES
 from tests.kernels.prefill_support import prefill_case
@@ -33,20 +32,25 @@ def test_numbers_are_those_of_kv_read(device, name, paged, bounds):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["int8", "int4_affine", "fp8_e4m3"])
 @pytest.mark.parametrize("rows", [1, 60, 100, 1000])
-def test_plain_layers_hold_every_chunk_in_bounded_buffers(device, name, rows):
+@pytest.mark.parametrize("window", [None, 1, 25])
+def test_plain_layers_hold_what_every_chunk_sees_in_bounded_buffers(device, name, rows, window):
     spans = [(2, 5), (20, 19), (0, 40), (30, 70), (0, 1)]
-    q, kv, chunks = prefill_case(name, torch.float32, (6, 2, 32), spans, device)
-    expected = ragged_prefill_attention_reference(q, kv, chunks, 0.2)
-    seen = 0
-    for plain, moved in dequantized_layers(kv, chunks, torch.float32, rows * 2 * 2 * 32 + 5):
+    _, kv, chunks = prefill_case(name, torch.float32, (6, 2, 32), spans, device)
+    seen = []
+    for plain, moved in dequantized_layers(kv, chunks, window, torch.float32, rows * 2 * 2 * 32 + 5):
         assert not plain.format.quantized
         assert len(plain.payload) <= rows or len(moved) == 1
-        result = ragged_prefill_attention_reference(q, plain, moved, 0.2)
-        for span in moved:
-            own = slice(span.first, span.first + span.query_len)
-            torch.testing.assert_close(result[own], expected[own], atol=1e-5, rtol=1e-5)
-        seen += len(moved)
-    assert seen == len(chunks)
+        taken = 0
+        for span, original in zip(moved, chunks[len(seen) :], strict=False):
+            assert span._replace(base_row=original.base_row) == original
+            first = 0 if window is None else max(0, span.start - window + 1)
+            end = span.start + span.query_len
+            expected = kv_read(kv, original.base_row, original.slot, first, end)
+            torch.testing.assert_close(plain.payload[span.base_row + first : span.base_row + end], expected)
+            taken += end - first
+        assert len(plain.payload) == taken
+        seen += moved
+    assert len(seen) == len(chunks)
 
 
 def test_a_wrong_buffer_is_refused():

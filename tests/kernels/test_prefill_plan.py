@@ -140,6 +140,12 @@ def test_codes_are_read_as_they_are_for_few_queries_only():
     assert [span.query_len for span in routes.stored] == [2]
 
 
+def test_a_window_makes_keys_cheap_to_dequantize():
+    spans = step((300, 200000), (20, 100))
+    assert choose_routes(spans, INT8, False, False).stored == spans
+    assert choose_routes(spans, INT8, False, False, window=4096).dequantized == spans[:1]
+
+
 def test_chunks_of_one_sequence_are_not_padded_in_its_memory():
     first, second = Span(0, 2048, 0, 0, 3), Span(2048, 2048, 2048, 0, 3)
     assert choose_routes((first, second), HEADS, True, False).library == ()
