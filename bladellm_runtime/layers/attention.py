@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.prefill_sdpa import empty_queries
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
 from bladellm_kernels.rotary_kv_write import rotary_kv_write
@@ -57,9 +58,12 @@ class Attention:
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         qk, v = self._normalise(qkv[:, : heads + kv_heads]), qkv[:, heads + kv_heads :]
         kv = batch.kv.layer(self.layer)
+        wide = qkv.is_cuda and bool(batch.prefills)
+        out = empty_queries((x.shape[0], heads, self.shape.head_dim), qkv.dtype, qkv.device) if wide else None
         q = rotary_kv_write(
-            qk[:, :heads], qk[:, heads:], v, cos, sin, kv, batch.kv_rows, batch.granule_rows, rotate=batch.rotation
-        )
+            qk[:, :heads], qk[:, heads:], v, cos, sin, kv, batch.kv_rows, batch.granule_rows,
+            rotate=batch.rotation, out=out,
+        )  # fmt: skip
         return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
 
     def _normalise(self, qk: torch.Tensor) -> torch.Tensor:

@@ -13,21 +13,24 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from bladellm_kernels import prefill_sdpa
+from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-GRANULE = 64
+GRANULE = 512
 CASES = [
-    *("512", "1000", "1024", "2048", "8191", "8192", "32768"),
+    *("512", "777", "1000", "1024", "2048", "3000", "8191", "8192", "32768"),
     *(f"2048+{prefix}" for prefix in (2048, 5000, 8192, 32768, 131072)),
-    *("1500+5000", "64+8192", "64+131072", "512,512,512,512", "100,700+300,1200+3000,64+9000"),
+    *("1500+5000", "300+777", "64+8192", "64+131072", "512,512,512,512", "100,700+300,1200+3000,64+9000"),
 ]
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -149,12 +152,31 @@ def routes(
 
     yield "operator, out=", lambda: ragged_prefill_attention(q, kv, spans, scale, out=out)
     yield "triton", lambda: launch(q, kv, spans, scale, None, out, tile)
+    if kv.format.quantized:
+        yield "triton on numbers", lambda: _launch_on_numbers(q, kv, spans, scale, out, tile)
     if q.dtype != torch.float32:
-        yield "cuDNN parts", lambda: [prefill_sdpa.attend_chunk(q, kv, span, scale, out) for span in spans]
+        for name, aside in (("cuDNN parts", True), ("cuDNN parts, one stream", False)):
+            yield name, partial(_attend_by_parts, q, kv, spans, scale, out, aside)
+
+
+def _launch_on_numbers(
+    q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, out: torch.Tensor, tile: TileShape | None
+) -> None:
+    from bladellm_kernels.ragged_prefill_triton import launch
+
+    for plain, moved in dequantized_layers(kv, spans, None, q.dtype, SCRATCH_ELEMENTS):
+        launch(q, plain, moved, scale, None, out, tile)
+
+
+def _attend_by_parts(
+    q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, out: torch.Tensor, aside: bool
+) -> None:
+    for span in spans:
+        prefill_sdpa.attend_chunk(q, kv, span, scale, None if len(spans) == 1 else out, aside=aside)
 
 
 def measure(setting: Setting, case: str, formats: list[str], paged: bool, tile: TileShape | None) -> Iterator[Result]:
-    heads, kv_heads, head_dim = setting.heads
+    heads, _, head_dim = setting.heads
     spans, label = parse_case(case), "x".join(map(str, setting.heads))
     done = operations(spans, setting.heads)
     rates = library_rate(setting, spans)
@@ -162,8 +184,7 @@ def measure(setting: Setting, case: str, formats: list[str], paged: bool, tile: 
     for name, rate in rates.items():
         yield Result(label, case, f"torch {name}", done / rate * 1e6, rate / 1e12, rate / best, 0.0)
     tokens = sum(span.query_len for span in spans)
-    shape = (tokens, heads + 2 * kv_heads, head_dim)
-    q = torch.randn(shape, device=setting.device, dtype=setting.dtype)[:, :heads]
+    q = prefill_sdpa.empty_queries((tokens, heads, head_dim), setting.dtype, torch.device(setting.device)).normal_()
     for format in formats:
         kv = memory(setting, KV_FORMATS[format], spans, paged)
         for name, work in routes(setting, kv, q, spans, tile):

@@ -13,7 +13,8 @@ class KvLayer:
 
     payload: [rows, 2, Hk, W], K at index 0 and V at 1, of `format.dtype` and W = `format.width(D)`. Any strides but the
     last, which is 1; offsets exceed 32 bits. RaggedAttention memory keeps a sequence contiguous: its position p is row
-    base + p for one base row. Rows outside a sequence's mapped memory must not be touched.
+    base + p for one base row. Rows outside a sequence's mapped memory must not be touched. Those behind its newest
+    token, up to the end of that token's granule, are its own and hold nothing: an operator may use them.
 
     Memory is handed out in granules of `granule_tokens` consecutive tokens of a sequence. `table` [slots, G], int32,
     names the physical granule that holds positions [g * granule_tokens, ...) of a slot's sequence. It serves

@@ -1,67 +1,41 @@
-"""Large prefill chunks by cuDNN's attention, on lengths from a small set, so that its plans can be kept.
+"""Large prefill chunks by cuDNN's attention, in the calls of `prefill_plan`, so that its plans can be kept.
 
 cuDNN takes some 45 ms to plan for each new shape; torch keeps a plan a thread and shape (torch 2.11: the
-variable-length form is planned anew at every call, so it is of no use here). A causal operator masks from the top left,
-and no operator may multiply rows behind a sequence, where memory can hold NaN or be missing. Hence, with `split` the
-multiple of PREFIX_STEP at or before a chunk's start:
+variable-length form is planned anew at every call, so it is of no use here). Queries that pad a call may be anything
+that can be read, since what they attend to is dropped: rows beside the chunk in q, where q's storage has them
+(`empty_queries`). Keys that pad the square are seen by such queries only, yet must be finite: they are zeros, written
+behind the chunk in place where its last granule has room, and else into a copy.
 
-  - the square: the queries and keys from `split` to the chunk's end, causal, both padded at the end to a length of 16
-    steps an octave. Queries before the chunk and behind it are zeros, of which nothing is used; keys behind it are
-    zeros in a copy, seen only by queries that are zeros.
-  - the prefix: the chunk's queries, padded to a length of 8 steps an octave, against [0, split) in pieces of powers of
-    two, without mask.
-
-The states are merged by their log-sum-exp. Where nothing has to be padded, and memory is neither quantized nor paged,
-queries, keys and values are read in place; else keys and values are dequantized piece by piece into a bounded buffer.
+Where memory is neither quantized nor paged, keys and values are read in place; else they are dequantized piece by
+piece into a bounded buffer. The states are merged by their log-sum-exp.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 
-from bladellm_kernels.kv_dequantize import kv_dequantize
+from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS, Heads
 from bladellm_kernels.prefill_merge import State, merge_states
+from bladellm_kernels.prefill_plan import LENGTH_STEP, LONGEST_LEAD, LONGEST_PIECE, plan_chunk
 from bladellm_kernels.prefill_tiles import Span
 
-PREFIX_STEP = 1024
-LONGEST_PIECE = 65536
-LENGTH_STEP = 128
-SQUARE_STEPS, PREFIX_STEPS = 16, 8
-# Elements of K and V dequantized at once, and states kept at once.
-SCRATCH_ELEMENTS = 128 * 1024 * 1024
+# States kept at once.
 MERGED_AT_ONCE = 8
+# Rows behind the queries of `empty_queries`: what pads the last chunk of a step of up to 16384 tokens.
+ROWS_BEHIND = 1024
 
 Sdpa = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], State]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """split: where prefix and square meet; square: rows of the square; rows: queries of the prefix's calls."""
-
-    split: int
-    square: int
-    rows: int
-    pieces: tuple[int, ...]
-
-
-def plan_chunk(query_len: int, start: int, longest_piece: int = LONGEST_PIECE) -> ChunkPlan:
-    """How a chunk is computed; longest_piece: a power of two, at least PREFIX_STEP."""
-    split = start // PREFIX_STEP * PREFIX_STEP
-    pieces: list[int] = []
-    piece = longest_piece
-    while (left := split - sum(pieces)) > 0:
-        piece = min(piece, 1 << (left.bit_length() - 1))
-        pieces.append(piece)
-    square = padded_length(start + query_len - split, SQUARE_STEPS)
-    return ChunkPlan(split, square, padded_length(query_len, PREFIX_STEPS) if pieces else 0, tuple(pieces))
-
-
-def padded_length(length: int, steps: int) -> int:
-    """`length` rounded up: to multiples of LENGTH_STEP, and of 1/steps of the power of two below it."""
-    step = max(LENGTH_STEP, (1 << (length - 1).bit_length()) // (2 * steps))
-    return -(-length // step) * step
+def empty_queries(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[T, Hq, D], uninitialized, with rows before and behind in its storage, so that no chunk's queries are copied."""
+    tokens, heads, head_dim = shape
+    rows = torch.empty(LONGEST_LEAD + tokens + ROWS_BEHIND, heads, head_dim, dtype=dtype, device=device)
+    return rows[LONGEST_LEAD : LONGEST_LEAD + tokens]
 
 
 def attend_chunk(
@@ -71,28 +45,70 @@ def attend_chunk(
     scale: float,
     out: torch.Tensor | None = None,
     sdpa: Sdpa | None = None,
+    aside: bool = True,
 ) -> torch.Tensor:
     """A chunk of `ragged_prefill_attention`, without window: written to its rows of `out` [T, Hq, D] and returned
-    [query_len, Hq, D]; without `out` the result may be the library's own tensor. sdpa: cuDNN's by default.
+    [query_len, Hq, D]; without `out` the result may be the library's own tensor. sdpa: cuDNN's by default. aside: the
+    square runs beside the prefix, which fills the multiprocessors that its few long rows leave idle.
     """
     sdpa = cudnn_attention if sdpa is None else sdpa
-    plan = plan_chunk(span.query_len, span.start, longest_piece(kv))
+    plan = plan_chunk(layer_heads(q, kv), span.query_len, span.start, longest_piece(kv))
     lead, end = span.start - plan.split, span.start + span.query_len
-    queries = _queries(q, span, lead, plan)
-    own = slice(lead, lead + span.query_len)
-    state = sdpa(queries[: plan.square], *_stored(kv, span, plan.split, end, plan.square, q.dtype), True, scale)
-    states = [state.rows(own.start, own.stop)]
-    first = 0
-    for piece in plan.pieces:
-        if len(states) == MERGED_AT_ONCE:
-            states = [merge_states(states)]
-        k, v = _stored(kv, span, first, first + piece, piece, q.dtype)
-        states.append(sdpa(queries[lead : lead + plan.rows], k, v, False, scale).rows(0, span.query_len))
-        first += piece
+    queries = _queries(q, span, lead, max(plan.square, lead + plan.rows))
+    with side_stream(q.device, aside and bool(plan.pieces)) as join:
+        k, v = _stored(kv, span, plan.split, end, plan.square, q.dtype)
+        square = sdpa(queries[: plan.square], k, v, True, scale).rows(lead, lead + span.query_len)
+    states = _prefix_states(queries[lead : lead + plan.rows], kv, span, plan.pieces, scale, sdpa)
+    join()
     target = None if out is None else out[span.first : span.first + span.query_len]
-    if len(states) > 1:
-        return merge_states(states, target).out
-    return states[0].out if target is None else target.copy_(states[0].out)
+    if states:
+        return merge_states([*states, square], target).out
+    return square.out if target is None else target.copy_(square.out)
+
+
+def _prefix_states(
+    queries: torch.Tensor, kv: KvLayer, span: Span, pieces: Iterable[int], scale: float, sdpa: Sdpa
+) -> list[State]:
+    """Of the pieces of a prefix; merged in between where they are many."""
+    states: list[State] = []
+    first = 0
+    for piece in pieces:
+        if len(states) == MERGED_AT_ONCE - 1:
+            states = [merge_states(states)]
+        k, v = _stored(kv, span, first, first + piece, piece, queries.dtype)
+        states.append(sdpa(queries, k, v, False, scale).rows(0, span.query_len))
+        first += piece
+    return states
+
+
+@contextmanager
+def side_stream(device: torch.device, used: bool) -> Iterator[Callable[[], None]]:
+    """Run what is within on a stream of its own, behind what the current one has to do; without CUDA, or where not
+    `used`, as ever. Gives what lets the current stream wait for it, to be called before results are used.
+
+    Memory is safe without more: what is allocated within is taken again within only, behind the current stream's work
+    at that time; what was allocated before must be kept until the join.
+    """
+    if not used or device.type != "cuda":
+        yield lambda: None
+        return
+    main = torch.cuda.current_stream(device)
+    side = _side_stream(device, main.cuda_stream)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield lambda: main.wait_stream(side)
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
+    """One beside each stream."""
+    return torch.cuda.Stream(device)
+
+
+def layer_heads(q: torch.Tensor, kv: KvLayer) -> Heads:
+    """What the cost of attention depends on, beside lengths."""
+    stored = kv.payload.dtype.itemsize / kv.format.per_element
+    return Heads(q.shape[1], kv.kv_heads, kv.head_dim, q.dtype.itemsize, stored, in_place(kv), kv.format.quantized)
 
 
 def longest_piece(kv: KvLayer) -> int:
@@ -101,7 +117,7 @@ def longest_piece(kv: KvLayer) -> int:
         most = (2**31 - 1) // kv.payload.stride(0)
     else:
         most = SCRATCH_ELEMENTS // (2 * kv.kv_heads * kv.head_dim)
-    return max(PREFIX_STEP, min(LONGEST_PIECE, 1 << (most.bit_length() - 1)))
+    return max(LENGTH_STEP, min(LONGEST_PIECE, 1 << (most.bit_length() - 1)))
 
 
 def in_place(kv: KvLayer) -> bool:
@@ -109,17 +125,15 @@ def in_place(kv: KvLayer) -> bool:
     return not kv.format.quantized and not kv.paged
 
 
-def _queries(q: torch.Tensor, span: Span, lead: int, plan: ChunkPlan) -> torch.Tensor:
-    """The chunk's queries behind `lead` zeros, and zeros up to what the plan takes; of q's strides, as plans go by
+def _queries(q: torch.Tensor, span: Span, lead: int, rows: int) -> torch.Tensor:
+    """`rows` queries of which the chunk's begin at `lead`, and the others are anything; of q's strides, as plans go by
     strides."""
-    own = q[span.first : span.first + span.query_len]
-    rows = max(plan.square, lead + plan.rows)
-    if rows == span.query_len:
-        return own
+    first = q.storage_offset() + (span.first - lead) * q.stride(0)
+    last = first + (rows - 1) * q.stride(0) + (q.shape[1] - 1) * q.stride(1) + q.shape[2] - 1
+    if first >= 0 and last < q.untyped_storage().nbytes() // q.dtype.itemsize:
+        return q.as_strided((rows, *q.shape[1:]), q.stride(), first)
     padded = torch.empty_strided((rows, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
-    padded[:lead] = 0
-    padded[lead : lead + span.query_len] = own
-    padded[lead + span.query_len :] = 0
+    padded[lead : lead + span.query_len] = q[span.first : span.first + span.query_len]
     return padded
 
 
@@ -128,12 +142,14 @@ def _stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [rows, Hk, D] of positions [first, end), with zeros behind them."""
     count = end - first
-    if in_place(kv) and count == rows and rows * kv.payload.stride(0) < 2**31:
-        stored = kv.payload[span.base_row + first : span.base_row + end]
+    mapped = -(-end // kv.granule_tokens) * kv.granule_tokens
+    if in_place(kv) and first + rows <= mapped and rows * kv.payload.stride(0) < 2**31:
+        stored = kv.payload[span.base_row + first : span.base_row + first + rows]
     else:
         stored = torch.empty(rows, 2, kv.kv_heads, kv.head_dim, dtype=dtype, device=kv.payload.device)
-        kv_dequantize(kv, span.base_row, span.slot, first, end, stored[:count])
-        stored[count:] = 0
+        kv_dequantize(kv, [Stretch(span.base_row, span.slot, first, end)], stored[:count])
+    if count < rows:
+        stored[count:].zero_()
     return stored[:, 0], stored[:, 1]
 
 
@@ -148,10 +164,10 @@ def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
 
 
 def warm_up(q: torch.Tensor, kv: KvLayer, chunks: Iterable[tuple[int, int]], scale: float) -> None:
-    """Plan for chunks of (query_len, start), in the thread that will run them.
+    """Plan for chunks of (query_len, start), in the thread that will run them; see `warm_up_chunks`.
 
     q: queries of the type, heads and strides to come, of any length. The calls are recorded, never run: nothing is read
-    or written, so `kv` may be a layer whose rows hold no memory yet; it must have as many rows as a chunk's keys.
+    or written, so `kv` may be a layer whose rows hold no memory yet; it must have rows for a chunk's granules.
     """
     cudnn_attention(*(torch.zeros(LENGTH_STEP, 1, kv.head_dim, dtype=q.dtype, device=q.device),) * 3, True, scale)
     torch.cuda.synchronize(q.device)
@@ -161,3 +177,15 @@ def warm_up(q: torch.Tensor, kv: KvLayer, chunks: Iterable[tuple[int, int]], sca
             queries = torch.empty_strided((query_len, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
             attend_chunk(queries, kv, Span(0, query_len, start, 0, 0), scale)
     graph.reset()
+
+
+def warm_up_chunks(max_tokens: int, max_length: int) -> Iterator[tuple[int, int]]:
+    """What to plan at start for steps of up to `max_tokens` query tokens and sequences of up to `max_length`.
+
+    Every square up to 8192, and full chunks behind prefixes of whole chunks: for max_tokens of 2048 and sequences of
+    32768 27 plans (1.2 s), for 8192 and 131072 72 (3.2 s). Prefixes of other lengths remain: 45 ms at their first use.
+    """
+    for length in range(LENGTH_STEP, min(max_tokens, 8192) + 1, LENGTH_STEP):
+        yield length, 0
+    for start in range(max_tokens, max_length - max_tokens + 1, max_tokens):
+        yield max_tokens, start

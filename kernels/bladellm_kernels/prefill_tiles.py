@@ -98,8 +98,13 @@ def list_tiles(
 
 def _divide(first: int, end: int, programs: int) -> list[int]:
     """Bounds of even parts of [first, end), one part unless `programs` are few and the keys many."""
-    parts = max(1, min(PROGRAMS // programs, (end - first) // PART_KEYS))
+    parts = key_parts(end - first, programs)
     return [first + (end - first) * index // parts for index in range(parts + 1)]
+
+
+def key_parts(keys: int, programs: int) -> int:
+    """How many parts `keys` are divided into where a chunk has `programs` tiles, counted over KV heads."""
+    return max(1, min(PROGRAMS // programs, keys // PART_KEYS))
 
 
 @lru_cache(maxsize=16)

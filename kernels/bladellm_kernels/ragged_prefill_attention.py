@@ -7,16 +7,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
+from bladellm_kernels.prefill_routes import choose_routes
 from bladellm_kernels.prefill_tiles import Span
 
 # Most elements of an explicit mask; longer chunks are attended to in blocks of queries.
 MASK_ELEMENTS = 4 * 1024 * 1024
-
-# From these on a chunk is worth several library calls: queries, and scores (queries × keys).
-SDPA_QUERIES = 512
-SDPA_SCORES = 1024 * 1024
 
 
 class PrefillChunk(Protocol):
@@ -50,7 +49,10 @@ def ragged_prefill_attention(
     """Causal attention of prefill chunks: position p sees positions 0 to p of its sequence, or the last `window`.
 
     q: [T, Hq, D], elements of a head contiguous. kv: of q's type or quantized, its heads dividing Hq, already holding
-    the chunks' own K and V; only positions [0, start + query_len) of each chunk's sequence are read. scale > 0.
+    the chunks' own K and V; only positions [0, start + query_len) of each chunk's sequence count. On CUDA, rows behind
+    a chunk's end, up to the end of its last granule, may be set to zero: they must be the sequence's own and hold
+    nothing yet (unless two chunks are of one sequence; then they are kept). scale > 0. q may have any rows around it in
+    its storage, and is faster with those of `prefill_sdpa.empty_queries`.
     Returns [T, Hq, D] of q's type, in `out` if given; tokens outside every chunk are left unwritten. Softmax in
     float32. Never waits for a device, but for library plans that `prefill_sdpa.warm_up` can build ahead.
     """
@@ -73,22 +75,17 @@ def takes_kernels(q: torch.Tensor, kv: KvLayer) -> bool:
     return q.is_cuda and dims and find_spec("triton") is not None
 
 
-def prefers_sdpa(
-    query_len: int, start: int, head_dim: int, dtype: torch.dtype, window: int | None, capability: tuple[int, int]
+def library_takes(
+    head_dim: int, dtype: torch.dtype, window: int | None, longest: int, capability: tuple[int, int]
 ) -> bool:
-    """Whether a chunk goes to cuDNN (`prefill_sdpa`) rather than to the Triton kernel (`ragged_prefill_triton`).
+    """Whether cuDNN (`prefill_sdpa`) can be worth it beside the Triton kernel (`ragged_prefill_triton`).
 
     cuDNN's kernels for Hopper and later overlap the products with the softmax, which takes a compiler-made kernel to
-    some three quarters of their speed; but a call takes about 60 µs of the host, a chunk a call and a few more for its
-    prefix, and lengths are padded. So they get the large chunks in half precision, and Triton gets the many small ones
-    in one launch, windows, and float32, which must be exact.
+    some three quarters of their speed. Windows, and float32, which must be exact, are Triton's.
     """
-    total = start + query_len
     if capability < (9, 0) or head_dim > 128 or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if window is not None and window < total:
-        return False
-    return query_len >= SDPA_QUERIES and query_len * total >= SDPA_SCORES
+    return window is None or window >= longest
 
 
 def _attend_on_cuda(
@@ -96,18 +93,19 @@ def _attend_on_cuda(
 ) -> torch.Tensor:
     from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
 
-    capability = torch.cuda.get_device_capability(q.device)
-    large: list[Span] = []
-    small: list[Span] = []
-    for span in spans:
-        library = prefers_sdpa(span.query_len, span.start, kv.head_dim, q.dtype, window, capability)
-        (large if library else small).append(span)
-    if out is None and len(large) == len(spans) == 1 and spans[0].query_len == q.shape[0]:
+    longest = max(span.start + span.query_len for span in spans)
+    library = library_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
+    alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
+    heads = prefill_sdpa.layer_heads(q, kv)
+    routes = choose_routes(tuple(spans), heads, library, alone, prefill_sdpa.longest_piece(kv), window)
+    if alone and routes.library:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if small:
-        ragged_prefill_triton.launch(q, kv, small, scale, window, out)
-    for span in large:
+    for plain, moved in dequantized_layers(kv, routes.dequantized, window, q.dtype, SCRATCH_ELEMENTS):
+        ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
+    if routes.stored:
+        ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)
+    for span in routes.library:
         prefill_sdpa.attend_chunk(q, kv, span, scale, out)
     return out
 

@@ -9,7 +9,7 @@ from bladellm_kernels import ragged_prefill_attention as module
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_prefill_attention import (
-    prefers_sdpa,
+    library_takes,
     ragged_prefill_attention,
     ragged_prefill_attention_reference,
 )
@@ -114,19 +114,18 @@ def test_wrong_arguments_are_refused():
             ragged_prefill_attention(*bad)
 
 
-def test_library_kernels_get_the_large_chunks_only():
+def test_the_library_is_for_half_precision_without_windows():
     hopper, bf16 = (9, 0), torch.bfloat16
-    assert prefers_sdpa(8192, 0, 128, bf16, None, hopper)
-    assert prefers_sdpa(2048, 131072, 128, torch.float16, 200000, (10, 0))
+    assert library_takes(128, bf16, None, 8192, hopper)
+    assert library_takes(128, torch.float16, 200000, 133120, (10, 0))
+    assert library_takes(64, bf16, 8192, 8192, hopper)
     for other in (
-        (8192, 0, 128, torch.float32, None, hopper),
-        (8192, 0, 128, bf16, 8191, hopper),
-        (8192, 0, 256, bf16, None, hopper),
-        (8192, 0, 128, bf16, None, (8, 0)),
-        (16, 131072, 128, bf16, None, hopper),
-        (600, 0, 128, bf16, None, hopper),
+        (128, torch.float32, None, 8192, hopper),
+        (128, bf16, 8191, 8192, hopper),
+        (256, bf16, None, 8192, hopper),
+        (128, bf16, None, 8192, (8, 0)),
     ):
-        assert not prefers_sdpa(*other)
+        assert not library_takes(*other)
 
 
 @pytest.mark.gpu

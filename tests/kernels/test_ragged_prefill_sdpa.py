@@ -1,18 +1,19 @@
 """Large prefill chunks by a library's attention: their plans, their parts, and the merge, with a plain stand-in."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch
-from bladellm_kernels import prefill_sdpa
+from bladellm_kernels import prefill_plan, prefill_sdpa
+from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_merge import State, merge_states
-from bladellm_kernels.prefill_sdpa import attend_chunk, cudnn_attention, padded_length, plan_chunk, warm_up
+from bladellm_kernels.prefill_sdpa import attend_chunk, cudnn_attention, empty_queries, warm_up
+from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, ragged_prefill_attention_reference
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.kernels.conditions import DEVICES, assert_close
 from tests.kernels.prefill_support import prefill_case, run_interpreted
@@ -41,40 +42,23 @@ class StandIn:
         self.calls: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
 
     def __call__(self, q, k, v, causal, scale) -> State:
-        assert all(each.isfinite().all() for each in (q, k, v)), "an operator multiplies what no sequence holds"
+        assert all(each.isfinite().all() for each in (k, v)), "an operator multiplies what no sequence holds"
         assert not causal or q.shape[0] == k.shape[0]
         self.calls.append((q, k, causal))
         return attention(q, k, v, causal, scale)
 
 
-@given(st.integers(1, 40000), st.integers(0, 300000), st.sampled_from([1024, 8192, 65536]))
-def test_a_plan_covers_the_keys_once_in_few_lengths(query_len, start, longest):
-    plan = plan_chunk(query_len, start, longest)
-    assert sum(plan.pieces) == plan.split <= start < plan.split + 1024
-    assert list(plan.pieces) == sorted(plan.pieces, reverse=True)
-    assert all(1024 <= piece <= longest and piece.bit_count() == 1 for piece in plan.pieces)
-    assert len(set(plan.pieces) - {longest}) == len([piece for piece in plan.pieces if piece < longest])
-    for length, padded, share in (
-        (start + query_len - plan.split, plan.square, 16),
-        (query_len, plan.rows or padded_length(query_len, 8), 8),
-    ):
-        assert length <= padded < length + max(128, length / share)
-        assert padded % 128 == 0
-    assert bool(plan.rows) == bool(plan.pieces)
-
-
-def test_lengths_to_plan_for_are_few():
-    assert len({padded_length(length, 16) for length in range(512, 9217)}) <= 48
-    assert len({padded_length(length, 8) for length in range(512, 8193)}) <= 32
-    assert all(padded_length(length, 16) == length for length in (512, 1024, 2048, 2560, 8192, 32768))
-
-
 @pytest.fixture
 def small(monkeypatch):
-    """The same in small: steps of 16 positions and 8 queries."""
-    monkeypatch.setattr(prefill_sdpa, "PREFIX_STEP", 16)
+    """The same in small: steps of 8 positions."""
+    monkeypatch.setattr(prefill_plan, "LENGTH_STEP", 8)
+    monkeypatch.setattr(prefill_plan, "LONGEST_LEAD", 24)
     monkeypatch.setattr(prefill_sdpa, "LENGTH_STEP", 8)
+    monkeypatch.setattr(prefill_sdpa, "LONGEST_LEAD", 24)
     monkeypatch.setattr(prefill_sdpa, "MERGED_AT_ONCE", 3)
+    prefill_plan._plans.cache_clear()
+    yield
+    prefill_plan._plans.cache_clear()
 
 
 SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 64)]
@@ -89,6 +73,7 @@ SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 
 def test_parts_merge_to_the_reference(name, paged, heads, longest, monkeypatch):
     monkeypatch.setattr(prefill_sdpa, "LONGEST_PIECE", longest)
     q, kv, chunks = prefill_case(name, torch.float32, heads, SPANS, paged=paged, mapped=heads[1] == 2)
+    q[:2] = torch.nan
     expected = ragged_prefill_attention_reference(q, kv, chunks, 0.3)
     out = torch.full(q.shape, 7.0)
     for span in chunks:
@@ -102,30 +87,57 @@ def test_parts_merge_to_the_reference(name, paged, heads, longest, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    ("start", "length", "q_in_place", "kv_in_place"),
-    [(0, 24, True, True), (48, 16, True, True), (16, 17, False, False), (17, 7, False, True), (17, 8, False, False)],
-)
-def test_what_needs_no_padding_is_read_in_place(start, length, q_in_place, kv_in_place):
-    q, kv, [span] = prefill_case("no_quant", torch.float32, (4, 2, 16), [(start, length)], mapped=True)
-    library = StandIn()
-    attend_chunk(q, kv, span, 0.3, None, library)
-    storages = [kv.payload.untyped_storage().data_ptr(), q.untyped_storage().data_ptr()]
+@pytest.mark.parametrize("margin", [False, True])
+@pytest.mark.parametrize(("start", "length"), [(0, 24), (48, 16), (16, 13), (43, 17), (0, 33)])
+def test_keys_are_read_in_place_and_queries_with_their_neighbours(start, length, margin):
+    """A chunk between NaN queries; what pads it behind in its last granule (of 16) becomes zero, and nothing else."""
+    case, kv, [span] = prefill_case("no_quant", torch.float32, (4, 2, 16), [(start, length)], mapped=True)
+    q = empty_queries((length, 4, 16), torch.float32, "cpu") if margin else torch.empty(length, 4, 16)
+    if margin:
+        torch.as_strided(q, (24 + length + 1024, 4, 16), q.stride(), 0).fill_(torch.nan)
+    q.copy_(case[2:])
+    span = span._replace(first=0)
+    kept, library = kv.payload.clone(), StandIn()
+    result = attend_chunk(q, kv, span, 0.3, None, library)
+    assert_close(result, ragged_prefill_attention_reference(q, kv, [span], 0.3), torch.float32)
     for index, (queries, keys, causal) in enumerate(library.calls):
         assert causal == (index == 0)
-        assert (queries.untyped_storage().data_ptr() == storages[1]) == q_in_place
+        own = queries.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+        assert own == (margin or (start, length) == (0, 24))
         assert queries.stride() == q.stride(), "another plan"
-        assert (keys.untyped_storage().data_ptr() == storages[0]) == (kv_in_place or not causal)
+        assert keys.untyped_storage().data_ptr() == kv.payload.untyped_storage().data_ptr()
+    end = span.base_row + start + length
+    changed = (kv.payload.nan_to_num(7) != kept.nan_to_num(7)).flatten(1).any(1).nonzero().flatten()
+    last = -(-(start + length) // 8) * 8
+    assert changed.tolist() == list(range(end, span.base_row + last))
+    assert (kv.payload[changed] == 0).all()
+
+
+@pytest.mark.usefixtures("small")
+def test_keys_are_copied_where_the_granule_has_no_room():
+    q, kv, [span] = prefill_case("no_quant", torch.float32, (4, 2, 16), [(0, 29)], mapped=True)
+    kept, library = kv.payload.clone(), StandIn()
+    expected = ragged_prefill_attention_reference(q, kv, [span], 0.3)
+    kv = replace(kv, granule_tokens=10)
+    assert_close(attend_chunk(q, kv, span, 0.3, None, library), expected[2:], torch.float32)
+    assert len(library.calls[0][1]) == 32
+    assert torch.equal(kv.payload.nan_to_num(7), kept.nan_to_num(7))
 
 
 @pytest.mark.usefixtures("small")
 def test_the_buffer_is_bounded(monkeypatch):
-    q, kv, [span] = prefill_case("int8", torch.float32, (4, 2, 16), [(140, 20)])
+    q, kv, [span] = prefill_case("int8", torch.float32, (4, 2, 16), [(144, 20)])
     monkeypatch.setattr(prefill_sdpa, "SCRATCH_ELEMENTS", 40 * 2 * 2 * 16)
+    merged: list[int] = []
+    monkeypatch.setattr(
+        prefill_sdpa, "merge_states", lambda states, *out: merged.append(len(states)) or merge_states(states, *out)
+    )
     library = StandIn()
     attend_chunk(q, kv, span, 0.3, None, library)
-    assert [keys.shape[0] for _, keys, causal in library.calls if not causal] == [32, 32, 32, 32]
-    assert len({keys.shape[0] for _, keys, causal in library.calls if causal}) == 1
+    assert max(merged) == 3, "states are kept"
+    pieces = [keys.shape[0] for _, keys, causal in library.calls if not causal]
+    assert len(pieces) >= 4
+    assert max(pieces) == 32
 
 
 def test_pieces_in_place_keep_within_32_bits():
@@ -154,7 +166,7 @@ def test_merge_of_parts_is_attention_over_all(device, parts):
     assert merged.out.data_ptr() == target.data_ptr()
     assert (target[:, 1::2] == 7).all()
     for state in (merged, merge_states(states)):
-        torch.testing.assert_close(state.out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.out, expected, atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(state.lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
@@ -166,19 +178,46 @@ def test_large_chunks_on_cuda(marked, heads, dtype, name, paged):
     """Against attention written out, on memory that is NaN beside the sequences."""
     spans = [(0, 1024), (0, 1531), (1024, 1024), (5000, 700), (3, 40)]
     q, kv, chunks = prefill_case(name, dtype, heads, spans, "cuda", paged, mapped=heads[1] == 2)
-    out = torch.full(q.shape, 7.0, dtype=dtype, device="cuda")
+    out, parts = torch.full((2, *q.shape), 7.0, dtype=dtype, device="cuda").unbind(0)
     ragged_prefill_attention(q, kv, chunks, 0.1, out=out)
+    for span in chunks:
+        attend_chunk(q, kv, span, 0.1, parts, aside=span.slot % 2 == 1)
     assert (out[:2] == 7).all()
+    assert (parts[:2] == 7).all()
     for span in chunks:
         rows = slice(span.first, span.first + span.query_len)
         stored = torch.empty(span.start + span.query_len, 2, heads[1], heads[2], device="cuda")
-        prefill_sdpa.kv_dequantize(kv, span.base_row, span.slot, 0, len(stored), stored)
+        kv_dequantize(kv, [Stretch(span.base_row, span.slot, 0, len(stored))], stored)
         expected = attention(q[rows].float(), stored[:, 0], stored[:, 1], True, 0.1, span.start).out
         assert_close(out[rows], expected, dtype)
+        assert_close(parts[rows], expected, dtype)
     [alone] = [span for span in chunks if span.query_len == 1531]
     queries = q[alone.first : alone.first + 1531]
     result = ragged_prefill_attention(queries, kv, [alone._replace(first=0)], 0.1)
     torch.testing.assert_close(result, out[alone.first : alone.first + 1531], atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
+@pytest.mark.parametrize(("start", "length"), [(0, 1000), (0, 3000), (5000, 1500), (777, 2048), (2048, 2048)])
+def test_chunks_are_padded_in_place_on_cuda(marked, start, length):
+    """Memory in granules of 512 and queries with rows around them, all NaN where nothing is."""
+    total = start + length
+    mapped = -(-total // 512) * 512
+    memory = torch.full((mapped + 512, 3, 2, 2, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
+    payload = memory[:, 1].transpose(1, 2)
+    payload[:total] = torch.randn(total, 2, 2, 128, device="cuda").bfloat16()
+    q = empty_queries((length, 8, 128), torch.bfloat16, torch.device("cuda"))
+    q.as_strided((q.untyped_storage().nbytes() // 2,), (1,), 0).fill_(torch.nan)
+    q.normal_()
+    stored = payload[:total].float()
+    expected = attention(q.float(), stored[:, 0], stored[:, 1], True, 0.1, start).out
+    kv = KvLayer(payload, KV_FORMATS["no_quant"], 512)
+    result = attend_chunk(q, kv, Span(0, length, start, 0, 0), 0.1)
+    assert_close(result, expected, torch.bfloat16)
+    assert torch.equal(payload[:total].float(), stored)
+    assert payload[mapped:].isnan().all()
+    assert memory[:, 0].isnan().all()
+    assert memory[:, 2].isnan().all()
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
@@ -207,16 +246,17 @@ def test_warming_up_runs_nothing(marked):
 
 def interpreted() -> None:
     """The kernels of the merge and of dequantizing, interpreted."""
-    from bladellm_kernels.kv_dequantize import kv_dequantize_reference
+    from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize_reference
     from bladellm_kernels.kv_dequantize_triton import launch as dequantize
     from bladellm_kernels.prefill_merge_triton import launch as merge
 
     for (name, paged), (first, end) in product([*product(KV_FORMATS, [False]), ("int4", True)], [(0, 39), (13, 14)]):
-        _, kv, [_, span] = prefill_case(name, torch.float32, (3, 3, 24), [(2, 5), (20, 19)], paged=paged)
-        expected = torch.empty(end - first, 2, 3, 24)
-        kv_dequantize_reference(kv, span.base_row, span.slot, first, end, expected)
-        target = torch.full((end - first + 2, 2, 6, 24), 7.0)
-        dequantize(kv, span.slot, span.base_row, first, end, target[1:-1, :, ::2])
+        _, kv, [other, span] = prefill_case(name, torch.float32, (3, 3, 24), [(2, 5), (20, 19)], paged=paged)
+        stretches = (Stretch(span.base_row, span.slot, first, end), Stretch(other.base_row, other.slot, 1, 7))
+        expected = torch.empty(end - first + 6, 2, 3, 24)
+        kv_dequantize_reference(kv, stretches, expected)
+        target = torch.full((end - first + 8, 2, 6, 24), 7.0)
+        dequantize(kv, stretches, target[1:-1, :, ::2])
         torch.testing.assert_close(target[1:-1, :, ::2], expected)
         target[1:-1, :, ::2] = 7
         assert (target == 7).all()

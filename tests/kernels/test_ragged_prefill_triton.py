@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from bladellm_kernels import prefill_tiles
+from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_tiles import Span, TileShape, list_tiles, tile_shape
@@ -80,6 +81,16 @@ def check(case, dtype, window, tile):
     assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.21, window)[2:], dtype)
 
 
+def check_dequantized(q, kv, chunks, window) -> None:
+    """The kernel on numbers made of codes, with base rows that may lie before the first number."""
+    from bladellm_kernels.ragged_prefill_triton import launch
+
+    out = torch.full(q.shape, torch.nan)
+    for plain, moved in dequantized_layers(kv, chunks, window, torch.float32, 60 * 2 * kv.kv_heads * kv.head_dim):
+        launch(q, plain, moved, 0.21, window, out, TileShape(16, 16, 4, 1))
+    assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.21, window)[2:], torch.float32)
+
+
 def interpreted_unquantized() -> None:
     """Tiles of 16 and 32, one part and many, every window; the padding of heads that are no power of two."""
     short = [span for span in SPANS if span[1] < 70]
@@ -105,6 +116,9 @@ def interpreted_quantized() -> None:
         case = prefill_case(
             name, dtype, heads, [(13, 7), (0, 19), (30, 21)], paged=index % 2 == 1, mapped=index % 3 == 1
         )
+        q, kv, chunks = case
+        if kv.format.quantized and dtype == torch.float32:
+            check_dequantized(q, kv, chunks, [None, 9][index % 2])
         check(case, dtype, 9 if index % 4 == 1 else None, TileShape(16, 16, 4, 1))
 
 
