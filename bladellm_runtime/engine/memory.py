@@ -19,6 +19,8 @@ CPU_KV_SHARE = 0.5
 LAYERS_PER_GROUP = 4
 """Layers interleaved in one granule: on an H200, 4 to 8 cost 1-2 % of the read bandwidth, all of them 5-6 %."""
 GRANULE_TOKENS = 16
+ATTENTION_STATES = 12
+"""Outputs of attention of a step's tokens that a prefill with a long prefix holds at once."""
 
 
 @dataclass(slots=True)
@@ -37,7 +39,8 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
     logits = 3 * min(tokens, args.max_running_requests) * spec.vocab_size * 4
-    attention = 1 * GIB
+    # Dequantized keys and values, at most 256 MiB, kernels' work lists; and the parts of long prefixes, a few at once.
+    attention = GIB // 2 + ATTENTION_STATES * tokens * spec.heads * spec.head_dim * max(dtype.itemsize, 2)
     return activations + logits + attention
 
 
