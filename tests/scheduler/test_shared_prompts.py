@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scheduler.simulator import Simulation
+from tests.scheduler.simulator import POISON, VOCAB, Simulation, fold, limits_of, spec_of
 from tests.scheduler.test_planning import endless, simulation
 from tests.scheduler.test_preemption import live, until_preempted
 
@@ -78,6 +78,43 @@ def test_the_cache_is_reset_between_steps_only():
     sim.scheduler.reset_prompt_cache()
     sim.finish()
     assert cached(sim, serve(sim, PROMPT)) == 0
+
+
+def failing(beginning: list[int]) -> list[int]:
+    """A prompt that goes on from a beginning and whose first logits are not finite, when it has a seed."""
+    state = 0
+    for token in beginning:
+        state = fold(state, token)
+    last = next((a, b) for a in range(VOCAB) for b in range(VOCAB) if fold(fold(state, a), b) % VOCAB == POISON)
+    return [*beginning, *last]
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_who_fails_takes_along_what_nothing_was_sampled_from(sampled):
+    """An aborted prefill may have left what makes others fail."""
+    sim = simulation(prefill_chunk_tokens=20)
+    first = sim.add(PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(1 + sampled):
+        sim.step()
+    sim.abort([first])
+    request_id = serve(sim, failing(PROMPT), seed=0)
+    assert sim.deltas[request_id][-1].error == "invalid_logits"
+    assert cached(sim, request_id) == 20
+    assert cached(sim, serve(sim, PROMPT)) == (20 if sampled else 0)
+
+
+def test_nobody_gives_way_to_a_copy_to_the_host():
+    """What it reads is available again once it is done."""
+    spec = spec_of(4, 12, 3, 40, host=4)
+    sim = Simulation(limits_of(max_model_len=40), spec, depth=3)
+    serve(sim, PROMPT[:8], max_tokens=1)
+    sim.add([60] * 15, max_tokens=4, ignore_eos=True)
+    sim.add([61] * 23, max_tokens=2, ignore_eos=True)
+    for _ in range(3):
+        sim.launch()
+    assert (sim.memory.moving, sim.memory.available()) == (2, 0)
+    sim.finish()
+    assert sim.scheduler.stats(0.0).preemptions == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
