@@ -43,11 +43,15 @@ def block_tokens(SHAPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def block_granule(kv: tl.tuple, span: tl.tuple, block: tl.tensor, stop: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """The granule of a block that lies in one, loaded a step before it is needed; else anything."""
+def block_granule(kv: tl.tuple, span: tl.tuple, block: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """The granule of a block that lies in one, loaded a step before it is needed; else anything.
+
+    Of a sequence's last block where the sequence has ended.
+    """
     granule = block
     if SHAPE.one_granule and (SHAPE.scaled or SHAPE.paged):
-        place = tl.minimum(block, stop - 1) * SHAPE.block_kv // SHAPE.granule_tokens
+        last = tl.maximum(span.kv_len - 1, 0) // SHAPE.granule_tokens
+        place = tl.minimum(block * SHAPE.block_kv // SHAPE.granule_tokens, last)
         granule = tl.load(kv.table + span.slot * kv.table_stride + place)
     return granule
 

@@ -36,6 +36,20 @@ class RowArguments(NamedTuple):
     head_stride: Any
 
 
+class Visit(NamedTuple):
+    """A sequence as a program meets it: its block `origin` + i is the i-th of the count over the batch; `end` is the
+    end of its blocks in that count, `following` the next sequence that has any, `whole` whether one program has all."""
+
+    sequence: Any
+    origin: Any
+    end: Any
+    following: Any
+    whole: Any
+    kv_len: Any
+    slot: Any
+    base_row: Any
+
+
 @triton.jit(do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"])  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
@@ -52,76 +66,124 @@ def ragged_decode_kernel(
     window: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head."""
+    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head.
+
+    One loop over the blocks of all its sequences: while one ends, blocks of the next are already on their way.
+    """
     lane = tl.program_id(0) % (SHAPE.kv_heads * SHAPE.tiles)
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-    block = tl.load(programs + program * 3)
+    begin = tl.load(programs + program * 3)
     end = tl.load(programs + program * 3 + 1)
     sequence = tl.load(programs + program * 3 + 2)
-    while block < end:
-        # All that is known of the sequence is asked for at once: what waits, waits for one of these.
-        first = tl.load(sequences + sequence * 5)
-        last = tl.load(sequences + sequence * 5 + 1)
-        skipped = tl.load(sequences + sequence * 5 + 2) - first
-        kv_len = tl.load(kv_lens + sequence).to(tl.int32)
-        slot = tl.load(slots + sequence)
-        base_row = tl.load(base_rows + sequence)
-        stop = tl.minimum(last, end)
-        if stop > block:
-            lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
-            span = Span(slot, base_row, lowest, kv_len, head)
-            queries = _queries(q, sequence, head, row, scale, SHAPE)
-            state = _attend(queries, kv, span, row, block + skipped, stop + skipped, window, SHAPE)
-            if (block == first) & (stop == last):
-                _store_output(state, out, sequence, head, row, SHAPE)
+    tables = (sequences, kv_lens, slots, base_rows)
+    visit = _visit(tables, sequence)
+    ahead = _visit(tables, visit.following)
+    granule = block_granule(kv, _span(visit, head, window, SHAPE), begin - visit.origin, SHAPE)
+    starts = begin < end
+    queries = _no_queries(q, SHAPE)
+    state = _no_state(SHAPE)
+    for block in tl.range(begin, end):
+        span = _span(visit, head, window, SHAPE)
+        position = (block - visit.origin) * SHAPE.block_kv
+        keys = load_units(kv, span, position, granule, False, SHAPE)
+        values = load_units(kv, span, position, granule, True, SHAPE)
+        if starts:
+            queries = _queries(q, visit.sequence, head, row, scale, SHAPE)
+        state = _attend(state, queries, keys, values, kv, span, row, position, granule, window, SHAPE)
+        starts = block + 1 == visit.end
+        if starts | (block + 1 == end):
+            joined = _join_warps(state, SHAPE)
+            if visit.whole:
+                _store_output(joined, out, visit.sequence, head, row, SHAPE)
             else:
-                _store_partial(state, partial, lse, program + sequence, head, row, SHAPE)
-            block = stop
-        sequence += 1
+                _store_partial(joined, partial, lse, program + visit.sequence, head, row, SHAPE)
+            state = _no_state(SHAPE)
+        if starts:
+            visit = ahead
+            ahead = _visit(tables, visit.following)
+        granule = block_granule(kv, _span(visit, head, window, SHAPE), block + 1 - visit.origin, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _visit(tables: tl.tuple, sequence: tl.tensor) -> tl.tuple:
+    """All that is known of a sequence, asked for at once: what waits, waits for one of these."""
+    sequences, kv_lens, slots, base_rows = tables
+    place = sequences + sequence * 5
+    return Visit(
+        sequence,
+        tl.load(place),
+        tl.load(place + 1),
+        tl.load(place + 2),
+        tl.load(place + 4) == 1,
+        tl.load(kv_lens + sequence).to(tl.int32),
+        tl.load(slots + sequence),
+        tl.load(base_rows + sequence),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(visit: tl.tuple, head: tl.tensor, window: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
+    lowest = tl.maximum(visit.kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
+    return Span(visit.slot, visit.base_row, lowest, visit.kv_len, head)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _no_state(SHAPE: tl.constexpr) -> tl.tuple:
+    """What warps know before their first block: outputs by part, maximum, sum of exponentials, sum of p · zero."""
+    PARTS: tl.constexpr = SHAPE.parts
+    outputs: tl.tuple = ()
+    for _part in tl.static_range(PARTS):
+        outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
+    lowest = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
+    nothing = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
+    return outputs, lowest, nothing, nothing
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(
+    state: tl.tuple,
     queries: tl.tuple,
+    keys: tl.tensor,
+    values: tl.tensor,
     kv: tl.tuple,
     span: tl.tuple,
     row: tl.tensor,
-    first: tl.tensor,
-    stop: tl.tensor,
+    position: tl.tensor,
+    granule: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """Blocks [first, stop) of a sequence: normalised outputs by part, [units_padded, rows] each, and the logarithm of
-    the sum of exponentials [rows]."""
+    """The state after one more block."""
+    outputs, maximum, total, shift = state
+    scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
+    scores = _hide(scores, span, position, row, window, SHAPE)
+    highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
+    p = tl.exp2(scores - highest[:, None, :])
+    decay = tl.exp2(maximum - highest)
+    total = total * decay + tl.sum(p, 1)
+    if SHAPE.affine:
+        zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
+        shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
+    if SHAPE.scaled:
+        p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
+    outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
+    return outputs, highest, total, shift
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _no_queries(q: tl.tuple, SHAPE: tl.constexpr) -> tl.tuple:
+    """Zeros like `_queries`."""
     PARTS: tl.constexpr = SHAPE.parts
-    maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
-    total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    shift = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    outputs: tl.tuple = ()
+    if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
+        nothing = tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float16)
+    else:
+        nothing = tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, q.rows.dtype.element_ty)
+    turned: tl.tuple = ()
     for _part in tl.static_range(PARTS):
-        outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
-    granule = block_granule(kv, span, first, stop, SHAPE)
-    for block in tl.range(first, stop):
-        position = block * SHAPE.block_kv
-        keys = load_units(kv, span, position, granule, False, SHAPE)
-        values = load_units(kv, span, position, granule, True, SHAPE)
-        scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
-        scores = _hide(scores, span, position, row, window, SHAPE)
-        highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
-        p = tl.exp2(scores - highest[:, None, :])
-        decay = tl.exp2(maximum - highest)
-        maximum = highest
-        total = total * decay + tl.sum(p, 1)
-        if SHAPE.affine:
-            zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
-            shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
-        if SHAPE.scaled:
-            p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
-        outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
-        granule = block_granule(kv, span, block + 1, stop, SHAPE)
-    return _join_warps(outputs, maximum, total, shift, SHAPE)
+        turned += (nothing,)
+    return turned, tl.full((SHAPE.rows,), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -217,11 +279,10 @@ def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.te
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_warps(
-    outputs: tl.tuple, maximum: tl.tensor, total: tl.tensor, shift: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
+def _join_warps(state: tl.tuple, SHAPE: tl.constexpr) -> tl.tuple:
     """The warps' states as one: normalised outputs by part, and the logarithm of the sum of exponentials."""
     PARTS: tl.constexpr = SHAPE.parts
+    outputs, maximum, total, shift = state
     highest = tl.max(maximum, 0)
     weight = tl.exp2(maximum - highest[None, :])
     whole = tl.sum(total * weight, 0)

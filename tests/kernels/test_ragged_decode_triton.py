@@ -68,12 +68,12 @@ def check_plan(lens, window, query_len, block_kv, programs):
     for program, (first, end, sequence) in enumerate(work.programs.tolist()):
         block = first
         while block < end:
-            begin, stop = rows[sequence][:2]
-            for each in range(block, min(stop, end)):
-                seen.append((sequence, each - begin + rows[sequence][2]))
-                segments.setdefault(sequence, set()).add(program + sequence)
-            block = min(stop, end)
-            sequence += 1
+            origin, stop, following = rows[sequence][:3]
+            assert block < stop
+            seen += [(sequence, each - origin) for each in range(block, min(stop, end))]
+            segments.setdefault(sequence, set()).add(program + sequence)
+            block, sequence = min(stop, end), following
+        assert 0 <= sequence < len(lens)
     assert seen == wanted
     shares = [end - first for first, end, _ in work.programs.tolist() if end > first]
     assert not shares or max(shares) - min(shares) <= 1
