@@ -82,7 +82,8 @@ def ragged_decode_kernel(
     ahead = _visit(tables, visit.following)
     granule = block_granule(kv, _span(visit, head, window, SHAPE), begin - visit.origin, SHAPE)
     starts = begin < end
-    queries = _no_queries(q, SHAPE)
+    # Nothing is loaded yet: the first blocks go ahead.
+    queries = _queries(q, visit.sequence, head, row, begin > end, scale, SHAPE)
     state = _no_state(SHAPE)
     for block in tl.range(begin, end):
         span = _span(visit, head, window, SHAPE)
@@ -90,7 +91,7 @@ def ragged_decode_kernel(
         keys = load_units(kv, span, position, granule, False, SHAPE)
         values = load_units(kv, span, position, granule, True, SHAPE)
         if starts:
-            queries = _queries(q, visit.sequence, head, row, scale, SHAPE)
+            queries = _queries(q, visit.sequence, head, row, starts, scale, SHAPE)
         state = _attend(state, queries, keys, values, kv, span, row, position, granule, window, SHAPE)
         starts = block + 1 == visit.end
         if starts | (block + 1 == end):
@@ -173,53 +174,65 @@ def _attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _no_queries(q: tl.tuple, SHAPE: tl.constexpr) -> tl.tuple:
-    """Zeros like `_queries`."""
-    PARTS: tl.constexpr = SHAPE.parts
-    if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
-        nothing = tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float16)
-    else:
-        nothing = tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, q.rows.dtype.element_ty)
-    turned: tl.tuple = ()
-    for _part in tl.static_range(PARTS):
-        turned += (nothing,)
-    return turned, tl.full((SHAPE.rows,), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _queries(
-    q: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, scale: tl.tensor, SHAPE: tl.constexpr
+    q: tl.tuple,
+    sequence: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    wanted: tl.tensor,
+    scale: tl.tensor,
+    SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """The parts of the queries [warps, units_padded, rows], their sum over the head [rows], and the factor of scores.
+    """The parts of the queries [warps, rows, units_padded], their sum over the head [rows], and the factor of scores.
 
-    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2.
+    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2. Zeros if not wanted.
     """
     PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
+    parts = _query_parts(q, sequence, head, row, wanted, SHAPE)
     factor = scale * LOG2E
-    largest: tl.tensor = 0.0
-    parts: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        parts += (tl.load(place[None, :] + number[:, None], mask=inside, other=0.0),)
-        largest = tl.maximum(largest, tl.max(tl.abs(parts[part].to(tl.float32))))
-    query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
     if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
+        largest: tl.tensor = 0.0
+        for part in tl.static_range(PARTS):
+            largest = tl.maximum(largest, tl.max(tl.abs(parts[part].to(tl.float32))))
         # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
         exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
         factor *= exponent.to(tl.float32, bitcast=True)
         shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
     turned: tl.tuple = ()
     for part in tl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
             numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
-        query_sum += tl.sum(numbers.to(tl.float32), 0)
-        turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
+        if SHAPE.affine:
+            query_sum += tl.sum(tl.sum(numbers.to(tl.float32), 2), 0)
+        turned += (tl.broadcast_to(numbers, (SHAPE.warps, SHAPE.rows, SHAPE.units_padded)),)
     return turned, query_sum, factor
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _query_parts(
+    q: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, wanted: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Parts [1, rows, units_padded], loaded as neighbours and then told apart; see `part_number`."""
+    PARTS: tl.constexpr = SHAPE.parts
+    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
+    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
+    seen = (row < SHAPE.rows_used)[None, :, None] & wanted
+    if PARTS == 1:
+        number = tl.arange(0, SHAPE.units_padded)[None, None, :]
+        parts: tl.tuple = (tl.load(place[None, :, None] + number, mask=seen & (number < SHAPE.head_dim), other=0.0),)
+    else:
+        HALF: tl.constexpr = 2 * SHAPE.units
+        number = tl.arange(0, 2 * SHAPE.units_padded)[None, None, :]
+        inside = seen & (number < HALF)
+        low = tl.load(place[None, :, None] + number, mask=inside, other=0.0)
+        parts = tl.split(tl.reshape(low, (1, SHAPE.rows, SHAPE.units_padded, 2)))
+        if PARTS == 4:
+            high = tl.load(place[None, :, None] + HALF + number, mask=inside, other=0.0)
+            upper = tl.split(tl.reshape(high, (1, SHAPE.rows, SHAPE.units_padded, 2)))
+            parts = (parts[0], upper[0], parts[1], upper[1])
+    return parts
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -238,9 +251,9 @@ def _scores(
     PLAIN: tl.constexpr = SHAPE.plain
     turned, query_sum, factor = queries
     parts = unit_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
-    scores = tl.dot(parts[0], turned[0], input_precision="ieee")
+    scores = tl.dot(parts[0], tl.permute(turned[0], (0, 2, 1)), input_precision="ieee")
     for part in tl.static_range(1, PARTS):
-        scores = tl.dot(parts[part], turned[part], scores, input_precision="ieee")
+        scores = tl.dot(parts[part], tl.permute(turned[part], (0, 2, 1)), scores, input_precision="ieee")
     if SHAPE.scaled:
         scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * factor)[:, :, None]
         if SHAPE.affine:
