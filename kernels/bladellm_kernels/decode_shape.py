@@ -6,6 +6,7 @@ from math import gcd
 import torch
 
 from bladellm_kernels.decode_work import DecodeWork, power_of_two, row_tile
+from bladellm_kernels.kv_codes_triton import raised_by
 from bladellm_kernels.kv_layer import KvLayer
 
 _RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3": 8, "fp8_e5m2": 14}
@@ -38,6 +39,8 @@ class DecodeShape:
     scaled: bool
     affine: bool
     raised: int
+    excesses: tuple[float, ...]
+    factors: tuple[float, ...]
     granule_tokens: int
     one_granule: bool
     paged: bool
@@ -56,6 +59,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
     parts = unit_parts(kv)
     units = kv.head_dim // parts
     block_kv = work.schedule.block_kv
+    plain = _plain(q)
+    raised = [raised_by(kv.format.name, part, plain) for part in range(parts)]
     return DecodeShape(
         kv_heads=kv.kv_heads,
         group=group,
@@ -72,11 +77,13 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         scaled=kv.format.quantized,
         affine=kv.format.affine,
         raised=_RAISED.get(kv.format.name, 0),
+        excesses=tuple(excess for excess, _ in raised),
+        factors=tuple(factor for _, factor in raised),
         granule_tokens=kv.granule_tokens,
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
         paged=kv.paged,
         windowed=work.window is not None,
-        plain=q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None,
+        plain=plain,
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,
@@ -96,6 +103,10 @@ def unit_strides(kv: KvLayer) -> list[int]:
     """Strides of the payload's rows, heads, and of V after K, in units."""
     row, value, head, _ = kv.payload.stride()
     return [stride * kv.payload.element_size() // unit_bytes(kv) for stride in (row, head, value)]
+
+
+def _plain(q: torch.Tensor) -> bool:
+    return q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None
 
 
 def _even_scales(kv: KvLayer) -> bool:

@@ -14,7 +14,7 @@ import triton.language as tl
 from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
+from bladellm_kernels.kv_codes_triton import part_number, raised_numbers, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
@@ -183,7 +183,8 @@ def _queries(
     scale: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """The parts of the queries [warps, rows, units_padded], their sum over the head [rows], and the factor of scores.
+    """The parts of the queries [warps, rows, units_padded], their sum over the head [rows], what products with raised
+    keys exceed those with the keys by [rows], and the factor of scores.
 
     Against quantized memory 16-bit queries become float16, with the largest between 1 and 2. Zeros if not wanted.
     """
@@ -199,15 +200,18 @@ def _queries(
         factor *= exponent.to(tl.float32, bitcast=True)
         shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
     query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
+    excess = tl.full((SHAPE.rows,), 0.0, tl.float32)
     turned: tl.tuple = ()
     for part in tl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
-            numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
-        if SHAPE.affine:
-            query_sum += tl.sum(tl.sum(numbers.to(tl.float32), 2), 0)
+            numbers = (numbers.to(tl.float32) * (shrink * SHAPE.factors[part])).to(tl.float16)
+        if SHAPE.affine or SHAPE.excesses[part] != 0:
+            part_sum = tl.sum(tl.sum(numbers.to(tl.float32), 2), 0) / SHAPE.factors[part]
+            query_sum += part_sum
+            excess += part_sum * SHAPE.excesses[part]
         turned += (tl.broadcast_to(numbers, (SHAPE.warps, SHAPE.rows, SHAPE.units_padded)),)
-    return turned, query_sum, factor
+    return turned, query_sum, excess, factor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -249,10 +253,10 @@ def _scores(
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
-    turned, query_sum, factor = queries
-    parts = unit_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
-    scores = tl.dot(parts[0], tl.permute(turned[0], (0, 2, 1)), input_precision="ieee")
-    for part in tl.static_range(1, PARTS):
+    turned, query_sum, excess, factor = queries
+    parts = raised_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
+    scores = tl.broadcast_to(-excess[None, None, :], (SHAPE.warps, SHAPE.tokens, SHAPE.rows))
+    for part in tl.static_range(PARTS):
         scores = tl.dot(parts[part], tl.permute(turned[part], (0, 2, 1)), scores, input_precision="ieee")
     if SHAPE.scaled:
         scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * factor)[:, :, None]
