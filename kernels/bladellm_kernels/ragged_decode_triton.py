@@ -183,8 +183,8 @@ def _queries(
     scale: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """The parts of the queries [warps, rows, units_padded], their sum over the head [rows], what products with raised
-    keys exceed those with the keys by [rows], and the factor of scores.
+    """The parts of the queries [warps, units_padded, rows], their sum over the head [warps, rows], what products with
+    raised keys exceed those with the keys by [warps, rows], and the factor of scores.
 
     Against quantized memory 16-bit queries become float16, with the largest between 1 and 2. Zeros if not wanted.
     """
@@ -199,18 +199,21 @@ def _queries(
         exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
         factor *= exponent.to(tl.float32, bitcast=True)
         shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
-    excess = tl.full((SHAPE.rows,), 0.0, tl.float32)
+    query_sum = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
+    excess = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
     turned: tl.tuple = ()
     for part in tl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
             numbers = (numbers.to(tl.float32) * (shrink * SHAPE.factors[part])).to(tl.float16)
+        numbers = tl.permute(tl.broadcast_to(numbers, (SHAPE.warps, SHAPE.rows, SHAPE.units_padded)), (0, 2, 1))
         if SHAPE.affine or SHAPE.excesses[part] != 0:
-            part_sum = tl.sum(tl.sum(numbers.to(tl.float32), 2), 0) / SHAPE.factors[part]
-            query_sum += part_sum
-            excess += part_sum * SHAPE.excesses[part]
-        turned += (tl.broadcast_to(numbers, (SHAPE.warps, SHAPE.rows, SHAPE.units_padded)),)
+            # Summed by a product, which leaves the sums where scores will be.
+            ones = tl.full((SHAPE.warps, 16, SHAPE.units_padded), 1.0, numbers.dtype)
+            sums = tl.max(tl.dot(ones, numbers, input_precision="ieee"), 1) / SHAPE.factors[part]
+            query_sum += sums
+            excess += sums * SHAPE.excesses[part]
+        turned += (numbers,)
     return turned, query_sum, excess, factor
 
 
@@ -255,14 +258,14 @@ def _scores(
     PLAIN: tl.constexpr = SHAPE.plain
     turned, query_sum, excess, factor = queries
     parts = raised_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
-    scores = tl.broadcast_to(-excess[None, None, :], (SHAPE.warps, SHAPE.tokens, SHAPE.rows))
+    scores = tl.broadcast_to(-excess[:, None, :], (SHAPE.warps, SHAPE.tokens, SHAPE.rows))
     for part in tl.static_range(PARTS):
-        scores = tl.dot(parts[part], tl.permute(turned[part], (0, 2, 1)), scores, input_precision="ieee")
+        scores = tl.dot(parts[part], turned[part], scores, input_precision="ieee")
     if SHAPE.scaled:
         scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * factor)[:, :, None]
         if SHAPE.affine:
             zero = load_scales(kv, span, position, granule, False, 1, SHAPE) * factor
-            scores += zero[:, :, None] * query_sum[None, None, :]
+            scores += zero[:, :, None] * query_sum[:, None, :]
     else:
         scores *= factor
     return scores
