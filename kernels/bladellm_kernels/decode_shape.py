@@ -1,6 +1,7 @@
 """What the decode kernel is compiled for."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -21,7 +22,7 @@ class DecodeShape:
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
-    CUDA instructions.
+    CUDA instructions. overlapped: the merge is launched while the kernel runs.
     """
 
     kv_heads: int
@@ -46,6 +47,7 @@ class DecodeShape:
     paged: bool
     windowed: bool
     plain: bool
+    overlapped: bool
     block_kv: int
     warps: int
     tokens: int
@@ -84,6 +86,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         paged=kv.paged,
         windowed=work.window is not None,
         plain=plain,
+        overlapped=overlaps(q.device),
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,
@@ -103,6 +106,12 @@ def unit_strides(kv: KvLayer) -> list[int]:
     """Strides of the payload's rows, heads, and of V after K, in units."""
     row, value, head, _ = kv.payload.stride()
     return [stride * kv.payload.element_size() // unit_bytes(kv) for stride in (row, head, value)]
+
+
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one it waits for has ended (from sm_90 on)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _plain(q: torch.Tensor) -> bool:

@@ -33,6 +33,11 @@ class DecodeSchedule:
     warps: int
     ctas_per_sm: int
 
+    def __post_init__(self) -> None:
+        tokens = self.block_kv // self.warps
+        if tokens < 16 or power_of_two(tokens) * self.warps != self.block_kv:
+            raise ValueError(f"{self.warps} warps must share {self.block_kv} positions by a power of two from 16 on")
+
 
 def default_schedule(
     head_dim: int, format: KvFormat = NO_QUANT, dtype: torch.dtype = torch.bfloat16, rows: int = 8

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
@@ -74,6 +75,9 @@ def ragged_decode_kernel(
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
+    if SHAPE.overlapped:
+        # The merge may take its place; it waits for the end of this kernel.
+        gdc_launch_dependents()
     begin = tl.load(programs + program * 3)
     end = tl.load(programs + program * 3 + 1)
     sequence = tl.load(programs + program * 3 + 2)
@@ -376,7 +380,7 @@ def launch(
         num_stages=2 * schedule.stages - 1 if gathers else schedule.stages,
         **_register_limit(schedule),
     )  # fmt: skip
-    merge_segments(work.partial, work.lse, work.sequences, out)
+    merge_segments(work.partial, work.lse, work.sequences, out, shape.overlapped)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
