@@ -128,7 +128,8 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False):
     assert "mma.sync.aligned.m16n8k16" in text
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
     loads = compiled.asm["ttgir"]
-    assert loads.count("tt.load") < 20
+    # Not the blocks: queries only, twice.
+    assert len(re.findall(r"tt\.load .*tensor<", loads)) <= 4
     assert "ttg.async_copy_global_to_local" in loads
 
 
