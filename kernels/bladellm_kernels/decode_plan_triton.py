@@ -60,10 +60,13 @@ def decode_plan_kernel(
         begin = tl.where(busy, program * total // tl.maximum(shares, 1), 0)
         end = tl.where(busy, (program + 1) * total // tl.maximum(shares, 1), 0)
         passed = (ends[None, :] <= begin[:, None]) & inside[None, :]
-        place = programs + program * 3
+        place = programs + program * 4
         tl.store(place, begin.to(tl.int32), mask=program < count)
         tl.store(place + 1, end.to(tl.int32), mask=program < count)
         tl.store(place + 2, tl.minimum(tl.sum(passed.to(tl.int32), 1), batch - 1), mask=program < count)
+        left = tl.min(tl.where(passed | ~inside[None, :], total + 1, ends[None, :]), 1)
+        passed = (ends[None, :] <= left[:, None]) & inside[None, :]
+        tl.store(place + 3, tl.minimum(tl.sum(passed.to(tl.int32), 1), batch - 1), mask=program < count)
 
 
 def launch(

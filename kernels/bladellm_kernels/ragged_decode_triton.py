@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_kv_triton import (
+    KvArguments,
+    Span,
+    block_granule,
+    block_tokens,
+    load_scales,
+    load_units,
+    token_granules,
+)
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.kv_codes_triton import part_number, raised_numbers, unit_numbers
@@ -78,12 +86,11 @@ def ragged_decode_kernel(
     if SHAPE.overlapped:
         # The merge may take its place; it waits for the end of this kernel.
         gdc_launch_dependents()
-    begin = tl.load(programs + program * 3)
-    end = tl.load(programs + program * 3 + 1)
-    sequence = tl.load(programs + program * 3 + 2)
+    begin = tl.load(programs + program * 4)
+    end = tl.load(programs + program * 4 + 1)
     tables = (sequences, kv_lens, slots, base_rows)
-    visit = _visit(tables, sequence)
-    ahead = _visit(tables, visit.following)
+    visit = _visit(tables, tl.load(programs + program * 4 + 2))
+    ahead = _visit(tables, tl.load(programs + program * 4 + 3))
     granule = block_granule(kv, _span(visit, head, window, SHAPE), begin - visit.origin, SHAPE)
     starts = begin < end
     # Nothing is loaded yet: the first blocks go ahead.
@@ -92,11 +99,12 @@ def ragged_decode_kernel(
     for block in tl.range(begin, end):
         span = _span(visit, head, window, SHAPE)
         position = (block - visit.origin) * SHAPE.block_kv
-        keys = load_units(kv, span, position, granule, False, SHAPE)
-        values = load_units(kv, span, position, granule, True, SHAPE)
+        granules = token_granules(kv, span, position, granule, SHAPE)
+        keys = load_units(kv, span, position, granules, False, SHAPE)
+        values = load_units(kv, span, position, granules, True, SHAPE)
         if starts:
             queries = _queries(q, visit.sequence, head, row, starts, scale, SHAPE)
-        state = _attend(state, queries, keys, values, kv, span, row, position, granule, window, SHAPE)
+        state = _attend(state, queries, keys, values, kv, span, row, position, granules, window, SHAPE)
         starts = block + 1 == visit.end
         if starts | (block + 1 == end):
             joined = _join_warps(state, SHAPE)

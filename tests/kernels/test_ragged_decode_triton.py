@@ -65,8 +65,9 @@ def check_plan(lens, window, query_len, block_kv, programs):
         wanted += [(sequence, block) for block in range(lowest // block_kv, -(-length // block_kv))]
     rows = work.sequences.tolist()
     seen = []
-    for program, (first, end, sequence) in enumerate(work.programs.tolist()):
+    for program, (first, end, sequence, second) in enumerate(work.programs.tolist()):
         block = first
+        assert end == first or second == rows[sequence][2]
         while block < end:
             origin, stop, following = rows[sequence][:3]
             assert block < stop
@@ -75,7 +76,7 @@ def check_plan(lens, window, query_len, block_kv, programs):
             block, sequence = min(stop, end), following
         assert 0 <= sequence < len(lens)
     assert seen == wanted
-    shares = [end - first for first, end, _ in work.programs.tolist() if end > first]
+    shares = [end - first for first, end, *_ in work.programs.tolist() if end > first]
     assert not shares or max(shares) - min(shares) <= 1
     assert len(shares) == min(len(wanted), len(work.programs))
     for sequence, (*_, first, count) in enumerate(rows):
