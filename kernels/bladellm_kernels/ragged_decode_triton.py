@@ -21,13 +21,13 @@ from bladellm_kernels.decode_kv_triton import (
     load_units,
     token_granules,
 )
+from bladellm_kernels.decode_queries_triton import RowArguments, load_queries
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.kv_codes_triton import part_number, raised_numbers, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,17 +37,9 @@ _REGISTERS = 65536
 """Of an SM."""
 
 
-class RowArguments(NamedTuple):
-    """Queries or outputs, [tokens, heads, head_dim] with contiguous heads: strides in elements."""
-
-    rows: Any
-    token_stride: Any
-    head_stride: Any
-
-
 class Visit(NamedTuple):
-    """A sequence as a program meets it: its block `origin` + i is the i-th of the count over the batch; `end` is the
-    end of its blocks in that count, `following` the next sequence that has any, `whole` whether one program has all."""
+    """A sequence as a program meets it: its block i has the number `origin` + i in the count over the batch, where its
+    blocks end at `end`; `following` is the next sequence that has any, `whole` whether one program has all."""
 
     sequence: Any
     origin: Any
@@ -94,7 +86,7 @@ def ragged_decode_kernel(
     granule = block_granule(kv, _span(visit, head, window, SHAPE), begin - visit.origin, SHAPE)
     starts = begin < end
     # Nothing is loaded yet: the first blocks go ahead.
-    queries = _queries(q, visit.sequence, head, row, begin > end, scale, SHAPE)
+    queries = load_queries(q, visit.sequence, head, row, begin > end, scale, SHAPE)
     state = _no_state(SHAPE)
     for block in tl.range(begin, end):
         span = _span(visit, head, window, SHAPE)
@@ -103,7 +95,7 @@ def ragged_decode_kernel(
         keys = load_units(kv, span, position, granules, False, SHAPE)
         values = load_units(kv, span, position, granules, True, SHAPE)
         if starts:
-            queries = _queries(q, visit.sequence, head, row, starts, scale, SHAPE)
+            queries = load_queries(q, visit.sequence, head, row, starts, scale, SHAPE)
         state = _attend(state, queries, keys, values, kv, span, row, position, granules, window, SHAPE)
         starts = block + 1 == visit.end
         if starts | (block + 1 == end):
@@ -187,75 +179,6 @@ def _attend(
         p = p * scale[:, :, None]
     outputs = _add_values(outputs, decay, zeros, values, p.to(queries[0][0].dtype), SHAPE)
     return outputs, highest, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _queries(
-    q: tl.tuple,
-    sequence: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    wanted: tl.tensor,
-    scale: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> tl.tuple:
-    """The parts of the queries [warps, units_padded, rows], their sum over the head [warps, rows], what products with
-    raised keys exceed those with the keys by [warps, rows], and the factor of scores.
-
-    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2. Zeros if not wanted.
-    """
-    PARTS: tl.constexpr = SHAPE.parts
-    parts = _query_parts(q, sequence, head, row, wanted, SHAPE)
-    factor = scale * LOG2E
-    if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
-        largest: tl.tensor = 0.0
-        for part in tl.static_range(PARTS):
-            largest = tl.maximum(largest, tl.max(tl.abs(parts[part].to(tl.float32))))
-        # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
-        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-        factor *= exponent.to(tl.float32, bitcast=True)
-        shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    query_sum = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    excess = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    turned: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        numbers = parts[part]
-        if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
-            numbers = (numbers.to(tl.float32) * (shrink * SHAPE.factors[part])).to(tl.float16)
-        numbers = tl.permute(tl.broadcast_to(numbers, (SHAPE.warps, SHAPE.rows, SHAPE.units_padded)), (0, 2, 1))
-        if SHAPE.affine or SHAPE.excesses[part] != 0:
-            # Summed by a product, which leaves the sums where scores will be.
-            ones = tl.full((SHAPE.warps, 16, SHAPE.units_padded), 1.0, numbers.dtype)
-            sums = tl.max(tl.dot(ones, numbers, input_precision="ieee"), 1) / SHAPE.factors[part]
-            query_sum += sums
-            excess += sums * SHAPE.excesses[part]
-        turned += (numbers,)
-    return turned, query_sum, excess, factor
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _query_parts(
-    q: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, wanted: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
-    """Parts [1, rows, units_padded], loaded as neighbours and then told apart; see `part_number`."""
-    PARTS: tl.constexpr = SHAPE.parts
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
-    seen = (row < SHAPE.rows_used)[None, :, None] & wanted
-    if PARTS == 1:
-        number = tl.arange(0, SHAPE.units_padded)[None, None, :]
-        parts: tl.tuple = (tl.load(place[None, :, None] + number, mask=seen & (number < SHAPE.head_dim), other=0.0),)
-    else:
-        HALF: tl.constexpr = 2 * SHAPE.units
-        number = tl.arange(0, 2 * SHAPE.units_padded)[None, None, :]
-        inside = seen & (number < HALF)
-        low = tl.load(place[None, :, None] + number, mask=inside, other=0.0)
-        parts = tl.split(tl.reshape(low, (1, SHAPE.rows, SHAPE.units_padded, 2)))
-        if PARTS == 4:
-            high = tl.load(place[None, :, None] + HALF + number, mask=inside, other=0.0)
-            upper = tl.split(tl.reshape(high, (1, SHAPE.rows, SHAPE.units_padded, 2)))
-            parts = (parts[0], upper[0], parts[1], upper[1])
-    return parts
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -384,8 +307,10 @@ def launch(
     """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
     shape = decode_shape(q, kv, work)
     schedule = work.schedule
-    # What gathers granules waits for the table first: the pipeline halves its depth.
+    # What gathers granules waits for the table first: the pipeline halves its depth. Their names take shared memory,
+    # which tiles of unquantized numbers leave too little of.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
+    stages = schedule.stages if shape.scaled or not gathers else max(schedule.stages - 1, 2)
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
@@ -394,7 +319,7 @@ def launch(
         work.partial, work.lse, scale, work.window or 0,
         SHAPE=shape,
         num_warps=schedule.warps,
-        num_stages=2 * schedule.stages - 1 if gathers else schedule.stages,
+        num_stages=2 * stages - 1 if gathers else stages,
         **_register_limit(schedule),
     )  # fmt: skip
     merge_segments(work.partial, work.lse, work.sequences, out, shape.overlapped)
