@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,12 +32,14 @@ SMALL_SIZES = ("2x40", "mix")
 COLD_BYTES = 256 * 2**20
 """What calls read in turn, so that the L2 cache (60 MB on an H200) holds nothing useful."""
 MOST_CALLS = 64
+LEAST_CALLS = 8
+"""Of a graph, so that what starting a graph takes does not count."""
 MEMORY_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Calls read `layers` interleaved layers of each of `copies` memories in turn."""
+    """Calls read `layers` interleaved layers of each of `copies` memories in turn, again and again."""
 
     heads: int
     kv_heads: int
@@ -64,11 +67,12 @@ class Problem:
 
     @property
     def calls(self) -> int:
-        return max(1, min(MOST_CALLS, -(-COLD_BYTES // self.payload_bytes)))
+        return max(LEAST_CALLS, min(MOST_CALLS, -(-COLD_BYTES // self.payload_bytes)))
 
     @property
     def copies(self) -> int:
-        return -(-self.calls // self.layers)
+        cold = max(1, min(MOST_CALLS, -(-COLD_BYTES // self.payload_bytes)))
+        return -(-cold // self.layers)
 
     @property
     def memory_bytes(self) -> int:
@@ -132,7 +136,7 @@ def make_inputs(problem: Problem, device: torch.device) -> Inputs:
     q = torch.randn(len(counts), problem.heads, problem.head_dim, device=device).to(problem.dtype)
     return Inputs(
         q,
-        layers[: problem.calls],
+        [layers[call % len(layers)] for call in range(problem.calls)],
         (starts[:-1] * granule).to(device),
         torch.arange(len(counts), device=device),
         torch.tensor(problem.lens, device=device),
@@ -242,17 +246,13 @@ def measure(
     results = []
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     for schedule in schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows)]:
-        work, plan_seconds = None, 0.0
-        if device.type == "cuda":
-            workspace = DecodeWorkspace(
-                device, len(problem.lens), problem.heads, problem.kv_heads, problem.head_dim, 1,
-                problem.format, problem.dtype, schedule,
-            )  # fmt: skip
-            work = workspace.plan(inputs.kv_lens)
-            plan_seconds = seconds(partial(workspace.plan, inputs.kv_lens), 1, device, arguments.repeats)
-        taken = seconds(attend(problem, inputs, work), problem.calls, device, arguments.repeats)
-        rate = problem.read_bytes / taken
         label = ",".join(str(value) for value in asdict(schedule).values())
+        try:
+            taken, plan_seconds = scheduled_seconds(problem, inputs, schedule, device, arguments.repeats)
+        except failures() as error:
+            print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {label:>21} {first_line(error)}", flush=True)
+            continue
+        rate = problem.read_bytes / taken
         result = Result(
             *names, problem.format.name, problem.layers, problem.paged, label, taken * 1e6, plan_seconds * 1e6,
             rate / 1e12, reached / 1e12, rate / reached, None if theirs is None else theirs * 1e6,
@@ -260,6 +260,36 @@ def measure(
         print(line(result), flush=True)
         results.append(result)
     return results
+
+
+def scheduled_seconds(
+    problem: Problem, inputs: Inputs, schedule: DecodeSchedule, device: torch.device, repeats: int
+) -> tuple[float, float]:
+    """Seconds of a layer's attention, and of the plan of a step."""
+    if device.type != "cuda":
+        return seconds(attend(problem, inputs, None), problem.calls, device, repeats), 0.0
+    workspace = DecodeWorkspace(
+        device, len(problem.lens), problem.heads, problem.kv_heads, problem.head_dim, 1,
+        problem.format, problem.dtype, schedule,
+    )  # fmt: skip
+    work = workspace.plan(inputs.kv_lens)
+    plans = [partial(workspace.plan, inputs.kv_lens)] * LEAST_CALLS
+    plan_seconds = seconds(lambda: [plan() for plan in plans], len(plans), device, repeats)
+    return seconds(attend(problem, inputs, work), problem.calls, device, repeats), plan_seconds
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a schedule that does not compile, or does not fit, raises."""
+    if find_spec("triton") is None:
+        return (RuntimeError,)
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return RuntimeError, CompilationError, OutOfResources, PTXASError
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def line(result: Result) -> str:
@@ -288,6 +318,16 @@ def problems(arguments: argparse.Namespace) -> list[tuple[Problem, tuple[str, st
     return found
 
 
+def given_schedules(texts: list[str]) -> list[DecodeSchedule]:
+    schedules = []
+    for text in texts:
+        try:
+            schedules.append(DecodeSchedule(*(int(part) for part in text.split(","))))
+        except ValueError as error:
+            print(f"{text}: {error}")
+    return schedules
+
+
 def free_bytes(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE if device.type == "cuda" else 4e9
 
@@ -314,7 +354,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device)
-    schedules = [DecodeSchedule(*(int(part) for part in text.split(","))) for text in arguments.schedules]
+    schedules = given_schedules(arguments.schedules)
     print(
         f"{'heads':>10} {'size':>9} {'format':>12} {'layers':>9} {'schedule':>11} {'us':>10} {'plan us':>8} "
         f"{'TB/s':>7} {'ceiling':>8} {'share':>6} {'torch us':>9}"
