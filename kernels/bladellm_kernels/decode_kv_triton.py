@@ -43,31 +43,13 @@ def block_tokens(SHAPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def block_granule(kv: tl.tuple, span: tl.tuple, block: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """The granule of a block that lies in one, loaded a step before it is needed; else anything.
-
-    Of a sequence's last block where the sequence has ended.
-    """
+def block_granule(kv: tl.tuple, span: tl.tuple, block: tl.tensor, stop: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """The granule of a block that lies in one, loaded a step before it is needed; else anything."""
     granule = block
     if SHAPE.one_granule and (SHAPE.scaled or SHAPE.paged):
-        last = tl.maximum(span.kv_len - 1, 0) // SHAPE.granule_tokens
-        place = tl.minimum(block * SHAPE.block_kv // SHAPE.granule_tokens, last)
+        place = tl.minimum(block, stop - 1) * SHAPE.block_kv // SHAPE.granule_tokens
         granule = tl.load(kv.table + span.slot * kv.table_stride + place)
     return granule
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def token_granules(
-    kv: tl.tuple, span: tl.tuple, position: tl.tensor, granule: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tensor:
-    """The granule of each position [warps, tokens] of a block that lies in several; else `block_granule`'s."""
-    granules = granule
-    if (SHAPE.scaled or SHAPE.paged) and not SHAPE.one_granule:
-        token = position + block_tokens(SHAPE)
-        inside = (token >= span.lowest) & (token < span.kv_len)
-        place = kv.table + span.slot * kv.table_stride + token // SHAPE.granule_tokens
-        granules = tl.load(place, mask=inside, other=0)
-    return granules
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -81,14 +63,16 @@ def load_units(
 ) -> tl.tensor:
     """The units of a block's keys, [warps, tokens, units_padded], or values, [warps, units_padded, tokens].
 
-    Zero outside the span. granule: from `token_granules`.
+    Zero outside the span.
     """
     token = block_tokens(SHAPE)
     unit = tl.arange(0, SHAPE.units_padded)
     inside = (position + token >= span.lowest) & (position + token < span.kv_len)
     payload = kv.payload + (span.head.to(tl.int64) * kv.head_stride + VALUE * kv.value_stride) * SHAPE.step
     if SHAPE.paged and not SHAPE.one_granule:
-        row = granule.to(tl.int64) * SHAPE.granule_tokens + (position + token) % SHAPE.granule_tokens
+        place = (position + token) // SHAPE.granule_tokens
+        granules = tl.load(kv.table + span.slot * kv.table_stride + place, mask=inside, other=0)
+        row = granules.to(tl.int64) * SHAPE.granule_tokens + (position + token) % SHAPE.granule_tokens
         offset = row * kv.row_stride * SHAPE.step
     else:
         first = span.base_row + position
@@ -132,7 +116,9 @@ def load_scales(
         odd = block_tokens(SHAPE) % 2
         words = tl.load(scales + start // 2 + block_tokens(SHAPE) // 2, mask=inside, other=0)
     else:
-        place = granule.to(tl.int64) * kv.scale_granule_stride + offset + token % SHAPE.granule_tokens
+        table = kv.table + span.slot * kv.table_stride
+        granules = tl.load(table + token // SHAPE.granule_tokens, mask=inside, other=0)
+        place = granules.to(tl.int64) * kv.scale_granule_stride + offset + token % SHAPE.granule_tokens
         odd = (place % 2).to(tl.int32)
         words = tl.load(scales + place // 2, mask=inside, other=0)
     # Shifted out of the word, then the 16 bits taken for what they are.

@@ -10,11 +10,6 @@ _COMPARED = 8192
 """Pairs of a program and a sequence compared at once."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _least(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    return tl.minimum(one, other)
-
-
 @triton.jit(do_not_specialize=["batch", "count", "window"])  # type: ignore[untyped-decorator]
 def decode_plan_kernel(
     kv_lens: tl.tensor,
@@ -46,12 +41,9 @@ def decode_plan_kernel(
     last = (ends * shares - 1) // some
     row = sequences + sequence * 5
     inside = sequence < batch
-    tl.store(row, (ends - blocks - skipped).to(tl.int32), mask=inside)
+    tl.store(row, (ends - blocks).to(tl.int32), mask=inside)
     tl.store(row + 1, ends.to(tl.int32), mask=inside)
-    # The first sequence with blocks from each one on, stored with the one before it.
-    full = tl.where(blocks > 0, sequence, batch - 1)
-    tl.store(row - 3, tl.associative_scan(full, 0, _least, reverse=True), mask=inside & (sequence > 0))
-    tl.store(row + 2, batch - 1, mask=sequence == batch - 1)
+    tl.store(row + 2, skipped.to(tl.int32), mask=inside)
     tl.store(row + 3, (first + sequence).to(tl.int32), mask=inside)
     tl.store(row + 4, tl.where(blocks > 0, last - first + 1, 0).to(tl.int32), mask=inside)
     for chunk in range(0, PROGRAMS, CHUNK):
@@ -60,13 +52,10 @@ def decode_plan_kernel(
         begin = tl.where(busy, program * total // tl.maximum(shares, 1), 0)
         end = tl.where(busy, (program + 1) * total // tl.maximum(shares, 1), 0)
         passed = (ends[None, :] <= begin[:, None]) & inside[None, :]
-        place = programs + program * 4
+        place = programs + program * 3
         tl.store(place, begin.to(tl.int32), mask=program < count)
         tl.store(place + 1, end.to(tl.int32), mask=program < count)
-        tl.store(place + 2, tl.minimum(tl.sum(passed.to(tl.int32), 1), batch - 1), mask=program < count)
-        left = tl.min(tl.where(passed | ~inside[None, :], total + 1, ends[None, :]), 1)
-        passed = (ends[None, :] <= left[:, None]) & inside[None, :]
-        tl.store(place + 3, tl.minimum(tl.sum(passed.to(tl.int32), 1), batch - 1), mask=program < count)
+        tl.store(place + 2, tl.sum(passed.to(tl.int32), 1), mask=program < count)
 
 
 def launch(

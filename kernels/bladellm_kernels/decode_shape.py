@@ -1,13 +1,11 @@
 """What the decode kernel is compiled for."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
 import torch
 
 from bladellm_kernels.decode_work import DecodeWork, power_of_two, row_tile
-from bladellm_kernels.kv_codes_triton import raised_by
 from bladellm_kernels.kv_layer import KvLayer
 
 _RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3": 8, "fp8_e5m2": 14}
@@ -22,7 +20,7 @@ class DecodeShape:
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
-    CUDA instructions. overlapped: the merge is launched while the kernel runs.
+    CUDA instructions.
     """
 
     kv_heads: int
@@ -40,14 +38,11 @@ class DecodeShape:
     scaled: bool
     affine: bool
     raised: int
-    excesses: tuple[float, ...]
-    factors: tuple[float, ...]
     granule_tokens: int
     one_granule: bool
     paged: bool
     windowed: bool
     plain: bool
-    overlapped: bool
     block_kv: int
     warps: int
     tokens: int
@@ -61,8 +56,6 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
     parts = unit_parts(kv)
     units = kv.head_dim // parts
     block_kv = work.schedule.block_kv
-    plain = _plain(q)
-    raised = [raised_by(kv.format.name, part, plain) for part in range(parts)]
     return DecodeShape(
         kv_heads=kv.kv_heads,
         group=group,
@@ -79,14 +72,11 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         scaled=kv.format.quantized,
         affine=kv.format.affine,
         raised=_RAISED.get(kv.format.name, 0),
-        excesses=tuple(excess for excess, _ in raised),
-        factors=tuple(factor for _, factor in raised),
         granule_tokens=kv.granule_tokens,
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
         paged=kv.paged,
         windowed=work.window is not None,
-        plain=plain,
-        overlapped=overlaps(q.device),
+        plain=q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None,
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,
@@ -106,16 +96,6 @@ def unit_strides(kv: KvLayer) -> list[int]:
     """Strides of the payload's rows, heads, and of V after K, in units."""
     row, value, head, _ = kv.payload.stride()
     return [stride * kv.payload.element_size() // unit_bytes(kv) for stride in (row, head, value)]
-
-
-@lru_cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one it waits for has ended (from sm_90 on)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _plain(q: torch.Tensor) -> bool:
-    return q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None
 
 
 def _even_scales(kv: KvLayer) -> bool:

@@ -20,7 +20,7 @@ _TILE_BYTES = 32 * 1024
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
 SEQUENCE_FIELDS = 5
-PROGRAM_FIELDS = 4
+PROGRAM_FIELDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,14 @@ def default_schedule(
     kept = 64 * power_of_two(head_dim) + 7 * 1024
     plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
     warps = 4
+    # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
     if dtype == torch.float32:
-        # Its products take all registers.
         plans = [(1, 2)]
     elif format.per_element == 2 and rows == 8:
-        # Instructions bound 4-bit formats: a warp with many positions spends fewer on each.
-        warps, plans = 2, [(4, 3), (4, 2)]
+        # Instructions bound 4-bit formats: with more positions a warp spends fewer on each (on an H200 86 µs, not 98).
+        warps, plans = 2, [(4, 3), (4, 2), *plans]
+    elif not format.affine and rows == 8:
+        plans = [(3, 3), *plans]
     for ctas, buffers in plans:
         if ctas * (buffers * block_kv * token_bytes + kept) <= _SHARED_BYTES:
             return DecodeSchedule(block_kv, buffers + 1, warps, ctas)
@@ -76,11 +78,9 @@ def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
 class DecodeWork:
     """The split of one step for layers of one window.
 
-    programs: int32 [C, 4]: of each program of a KV head the first block and the end of its blocks in the count over
-    the batch, the sequence of the first one, and the next sequence that has blocks (or any one where none has).
-    sequences: int32 [B, 5]: the number in the count that the sequence's position 0 has, or would have before a window;
-    the end of its blocks in the count; the next sequence that has blocks, as above; the number of its first segment;
-    its segments (0 for a sequence of length 0).
+    programs: int32 [C, 3]: first block, end of the blocks, sequence of the first one, of each program of a KV head.
+    sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
+    sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
     """
 

@@ -6,7 +6,7 @@ head of 8-bit codes, and number 2i + s // 2 + (s % 2) · D/2 of a head of 4-bit 
 
 Every code, its offset taken off, is a float16 number. Two units, a register, are turned at once: where integers need
 it, a byte or nibble becomes the low bits of a float16 from 1024 on, where neighbours lie 1 apart, and the excess is
-taken away. In products with few rows, the queries', it is cheaper taken from the sums: `raised_numbers` leaves it.
+taken away.
 """
 
 import triton
@@ -46,29 +46,10 @@ def _nibbles(low_bias: int, high_bias: int) -> tl.constexpr:
     }}""")
 
 
-def _raised_bytes(bias: int) -> tl.constexpr:
-    return tl.constexpr(f"""{{
-        .reg .b32 high;
-        shr.u32 high, $2, 8;
-        lop3.b32 $0, $2, 0x00ff00ff, {bias:#x}, 0x6a;
-        lop3.b32 $1, high, 0x00ff00ff, {bias:#x}, 0x6a;
-    }}""")
-
-
 _INT8 = _bytes(0x64806480)  # 1024 + 128: the sign bit counts +128 after the flip
 _UINT8 = _bytes(0x64006400)
 _INT4 = _nibbles(0x64086408, 0xD480D480)  # 1024 + 8, -(64 + 8)
 _UINT4 = _nibbles(0x64006400, 0xD400D400)
-_RAISED_INT8 = _raised_bytes(0x64806480)
-_RAISED_UINT8 = _raised_bytes(0x64006400)
-_RAISED_NIBBLES = tl.constexpr("""{
-        .reg .b32 shifted;
-        shr.u32 shifted, $4, 8;
-        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0x6a;
-        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0x6a;
-        lop3.b32 $2, shifted, 0x000f000f, 0x64006400, 0x6a;
-        lop3.b32 $3, shifted, 0x00f000f0, 0x64006400, 0x6a;
-    }""")
 _E4M3 = tl.constexpr("""{
         .reg .b32 sorted;
         .reg .b16 low, high;
@@ -117,29 +98,6 @@ def unit_numbers(units: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr, PL
         tl.static_assert(FORMAT == "fp8_e5m2")
         parts = _two(units, _E5M2)
     return parts
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def raised_numbers(units: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr, PLAIN: tl.constexpr) -> tl.tuple:
-    """Like `unit_numbers`, but part PART of an integer format is (number + excess) / factor; see `raised_by`."""
-    if not PLAIN and FORMAT == "int8":
-        parts = _two(units, _RAISED_INT8)
-    elif not PLAIN and FORMAT == "int8_affine":
-        parts = _two(units, _RAISED_UINT8)
-    elif not PLAIN and (FORMAT == "int4" or FORMAT == "int4_affine"):
-        parts = _four(units, _RAISED_NIBBLES)
-    else:
-        parts = unit_numbers(units, dtype, FORMAT, PLAIN)
-    return parts
-
-
-def raised_by(format: str, part: int, plain: bool) -> tuple[float, float]:
-    """Excess and factor of a part of `raised_numbers`."""
-    if plain or format not in ("int8", "int8_affine", "int4", "int4_affine"):
-        return 0.0, 1.0
-    # Nibbles in bits 4 to 7 of a byte count 16-fold.
-    factor = 1 / 16 if format.startswith("int4") and part % 2 else 1.0
-    return 1024 * factor + {"int8": 128, "int4": 8}.get(format, 0), factor
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from bladellm_kernels.decode_work import power_of_two
 
@@ -80,17 +79,11 @@ def merge_segments_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS.
-
-    OVERLAPPED: it may be launched before the kernel ends that writes partial and lse, but not sequences.
-    """
+    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS."""
     sequence = tl.program_id(0)
     first = tl.load(sequences + sequence * 5 + 3)
     count = tl.load(sequences + sequence * 5 + 4)
-    if OVERLAPPED:
-        gdc_wait()
     if count != 1:
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
@@ -138,13 +131,8 @@ def merge_parts(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out:
     )
 
 
-def merge_segments(
-    partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Tensor, out: torch.Tensor, overlapped: bool
-) -> None:
-    """Write the rows of sequences that are several segments, or none; see `DecodeWork` for the arguments.
-
-    overlapped: the kernel just queued lets this one be launched before it ends.
-    """
+def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the rows of sequences that are several segments, or none; see `DecodeWork` for the arguments."""
     heads, head_dim = out.shape[1:]
     rows = partial.shape[1]
     columns = power_of_two(head_dim)
@@ -158,6 +146,4 @@ def merge_segments(
         ROWS=tile,
         COLUMNS=columns,
         SEGMENTS=max(1, _TILE // (tile * columns)),
-        OVERLAPPED=overlapped,
-        launch_pdl=overlapped,
     )  # fmt: skip

@@ -10,24 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from bladellm_kernels.decode_kv_triton import (
-    KvArguments,
-    Span,
-    block_granule,
-    block_tokens,
-    load_scales,
-    load_units,
-    token_granules,
-)
-from bladellm_kernels.decode_queries_triton import RowArguments, load_queries
+from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.kv_codes_triton import part_number, raised_numbers, unit_numbers
+from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
+LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,18 +28,12 @@ _REGISTERS = 65536
 """Of an SM."""
 
 
-class Visit(NamedTuple):
-    """A sequence as a program meets it: its block i has the number `origin` + i in the count over the batch, where its
-    blocks end at `end`; `following` is the next sequence that has any, `whole` whether one program has all."""
+class RowArguments(NamedTuple):
+    """Queries or outputs, [tokens, heads, head_dim] with contiguous heads: strides in elements."""
 
-    sequence: Any
-    origin: Any
-    end: Any
-    following: Any
-    whole: Any
-    kv_len: Any
-    slot: Any
-    base_row: Any
+    rows: Any
+    token_stride: Any
+    head_stride: Any
 
 
 @triton.jit(do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"])  # type: ignore[untyped-decorator]
@@ -67,118 +52,112 @@ def ragged_decode_kernel(
     window: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head.
-
-    One loop over the blocks of all its sequences: while one ends, blocks of the next are already on their way.
-    """
+    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head."""
     lane = tl.program_id(0) % (SHAPE.kv_heads * SHAPE.tiles)
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-    if SHAPE.overlapped:
-        # The merge may take its place; it waits for the end of this kernel.
-        gdc_launch_dependents()
-    begin = tl.load(programs + program * 4)
-    end = tl.load(programs + program * 4 + 1)
-    tables = (sequences, kv_lens, slots, base_rows)
-    visit = _visit(tables, tl.load(programs + program * 4 + 2))
-    ahead = _visit(tables, tl.load(programs + program * 4 + 3))
-    granule = block_granule(kv, _span(visit, head, window, SHAPE), begin - visit.origin, SHAPE)
-    starts = begin < end
-    # Nothing is loaded yet: the first blocks go ahead.
-    queries = load_queries(q, visit.sequence, head, row, begin > end, scale, SHAPE)
-    state = _no_state(SHAPE)
-    for block in tl.range(begin, end):
-        span = _span(visit, head, window, SHAPE)
-        position = (block - visit.origin) * SHAPE.block_kv
-        granules = token_granules(kv, span, position, granule, SHAPE)
-        keys = load_units(kv, span, position, granules, False, SHAPE)
-        values = load_units(kv, span, position, granules, True, SHAPE)
-        if starts:
-            queries = load_queries(q, visit.sequence, head, row, starts, scale, SHAPE)
-        state = _attend(state, queries, keys, values, kv, span, row, position, granules, window, SHAPE)
-        starts = block + 1 == visit.end
-        if starts | (block + 1 == end):
-            joined = _join_warps(state, SHAPE)
-            if visit.whole:
-                _store_output(joined, out, visit.sequence, head, row, SHAPE)
+    block = tl.load(programs + program * 3)
+    end = tl.load(programs + program * 3 + 1)
+    sequence = tl.load(programs + program * 3 + 2)
+    while block < end:
+        # All that is known of the sequence is asked for at once: what waits, waits for one of these.
+        first = tl.load(sequences + sequence * 5)
+        last = tl.load(sequences + sequence * 5 + 1)
+        skipped = tl.load(sequences + sequence * 5 + 2) - first
+        kv_len = tl.load(kv_lens + sequence).to(tl.int32)
+        slot = tl.load(slots + sequence)
+        base_row = tl.load(base_rows + sequence)
+        stop = tl.minimum(last, end)
+        if stop > block:
+            lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
+            span = Span(slot, base_row, lowest, kv_len, head)
+            queries = _queries(q, sequence, head, row, scale, SHAPE)
+            state = _attend(queries, kv, span, row, block + skipped, stop + skipped, window, SHAPE)
+            if (block == first) & (stop == last):
+                _store_output(state, out, sequence, head, row, SHAPE)
             else:
-                _store_partial(joined, partial, lse, program + visit.sequence, head, row, SHAPE)
-            state = _no_state(SHAPE)
-        if starts:
-            visit = ahead
-            ahead = _visit(tables, visit.following)
-        granule = block_granule(kv, _span(visit, head, window, SHAPE), block + 1 - visit.origin, SHAPE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _visit(tables: tl.tuple, sequence: tl.tensor) -> tl.tuple:
-    """All that is known of a sequence, asked for at once: what waits, waits for one of these."""
-    sequences, kv_lens, slots, base_rows = tables
-    place = sequences + sequence * 5
-    return Visit(
-        sequence,
-        tl.load(place),
-        tl.load(place + 1),
-        tl.load(place + 2),
-        tl.load(place + 4) == 1,
-        tl.load(kv_lens + sequence).to(tl.int32),
-        tl.load(slots + sequence),
-        tl.load(base_rows + sequence),
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _span(visit: tl.tuple, head: tl.tensor, window: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
-    lowest = tl.maximum(visit.kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
-    return Span(visit.slot, visit.base_row, lowest, visit.kv_len, head)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _no_state(SHAPE: tl.constexpr) -> tl.tuple:
-    """What warps know before their first block: outputs by part, maximum, sum of exponentials."""
-    PARTS: tl.constexpr = SHAPE.parts
-    outputs: tl.tuple = ()
-    for _part in tl.static_range(PARTS):
-        outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
-    lowest = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
-    nothing = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    return outputs, lowest, nothing
+                _store_partial(state, partial, lse, program + sequence, head, row, SHAPE)
+            block = stop
+        sequence += 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(
-    state: tl.tuple,
     queries: tl.tuple,
-    keys: tl.tensor,
-    values: tl.tensor,
     kv: tl.tuple,
     span: tl.tuple,
     row: tl.tensor,
-    position: tl.tensor,
-    granule: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """The state after one more block."""
-    outputs, maximum, total = state
-    scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
-    scores = _hide(scores, span, position, row, window, SHAPE)
-    highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
-    p = tl.exp2(scores - highest[:, None, :])
-    decay = tl.exp2(maximum - highest)
-    total = total * decay + tl.sum(p, 1)
-    zeros = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    if SHAPE.scaled:
-        scale = load_scales(kv, span, position, granule, True, 0, SHAPE)
+    """Blocks [first, stop) of a sequence: normalised outputs by part, [units_padded, rows] each, and the logarithm of
+    the sum of exponentials [rows]."""
+    PARTS: tl.constexpr = SHAPE.parts
+    maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
+    total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
+    shift = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
+    outputs: tl.tuple = ()
+    for _part in tl.static_range(PARTS):
+        outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
+    granule = block_granule(kv, span, first, stop, SHAPE)
+    for block in tl.range(first, stop):
+        position = block * SHAPE.block_kv
+        keys = load_units(kv, span, position, granule, False, SHAPE)
+        values = load_units(kv, span, position, granule, True, SHAPE)
+        scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
+        scores = _hide(scores, span, position, row, window, SHAPE)
+        highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
+        p = tl.exp2(scores - highest[:, None, :])
+        decay = tl.exp2(maximum - highest)
+        maximum = highest
+        total = total * decay + tl.sum(p, 1)
         if SHAPE.affine:
             zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
-            zeros = tl.sum(p * zero[:, :, None], 1)
-            # The pipeline takes in only loads that a factor of a product depends on.
-            scale += zero * 0.0
-        p = p * scale[:, :, None]
-    outputs = _add_values(outputs, decay, zeros, values, p.to(queries[0][0].dtype), SHAPE)
-    return outputs, highest, total
+            shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
+        if SHAPE.scaled:
+            p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
+        outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
+        granule = block_granule(kv, span, block + 1, stop, SHAPE)
+    return _join_warps(outputs, maximum, total, shift, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(
+    q: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, scale: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The parts of the queries [warps, units_padded, rows], their sum over the head [rows], and the factor of scores.
+
+    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2.
+    """
+    PARTS: tl.constexpr = SHAPE.parts
+    unit = tl.arange(0, SHAPE.units_padded)
+    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
+    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
+    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
+    factor = scale * LOG2E
+    largest: tl.tensor = 0.0
+    parts: tl.tuple = ()
+    for part in tl.static_range(PARTS):
+        number = part_number(unit, part, PARTS, SHAPE.head_dim)
+        parts += (tl.load(place[None, :] + number[:, None], mask=inside, other=0.0),)
+        largest = tl.maximum(largest, tl.max(tl.abs(parts[part].to(tl.float32))))
+    query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
+    if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
+        # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        factor *= exponent.to(tl.float32, bitcast=True)
+        shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    turned: tl.tuple = ()
+    for part in tl.static_range(PARTS):
+        numbers = parts[part]
+        if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
+            numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
+        query_sum += tl.sum(numbers.to(tl.float32), 0)
+        turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
+    return turned, query_sum, factor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -195,16 +174,16 @@ def _scores(
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
-    turned, query_sum, excess, factor = queries
-    parts = raised_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
-    scores = tl.broadcast_to(-excess[:, None, :], (SHAPE.warps, SHAPE.tokens, SHAPE.rows))
-    for part in tl.static_range(PARTS):
+    turned, query_sum, factor = queries
+    parts = unit_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
+    scores = tl.dot(parts[0], turned[0], input_precision="ieee")
+    for part in tl.static_range(1, PARTS):
         scores = tl.dot(parts[part], turned[part], scores, input_precision="ieee")
     if SHAPE.scaled:
         scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * factor)[:, :, None]
         if SHAPE.affine:
             zero = load_scales(kv, span, position, granule, False, 1, SHAPE) * factor
-            scores += zero[:, :, None] * query_sum[:, None, :]
+            scores += zero[:, :, None] * query_sum[None, None, :]
     else:
         scores *= factor
     return scores
@@ -226,34 +205,30 @@ def _hide(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_values(
-    outputs: tl.tuple, decay: tl.tensor, zeros: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
+def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
     parts = unit_numbers(values, p.dtype, FORMAT, PLAIN)
     added: tl.tuple = ()
     for part in tl.static_range(PARTS):
-        kept = outputs[part] * decay[:, None, :]
-        if SHAPE.affine:
-            kept += zeros[:, None, :]
-        added += (tl.dot(parts[part], p, kept, input_precision="ieee"),)
+        added += (tl.dot(parts[part], p, outputs[part] * decay[:, None, :], input_precision="ieee"),)
     return added
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_warps(state: tl.tuple, SHAPE: tl.constexpr) -> tl.tuple:
+def _join_warps(
+    outputs: tl.tuple, maximum: tl.tensor, total: tl.tensor, shift: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tuple:
     """The warps' states as one: normalised outputs by part, and the logarithm of the sum of exponentials."""
     PARTS: tl.constexpr = SHAPE.parts
-    outputs, maximum, total = state
     highest = tl.max(maximum, 0)
     weight = tl.exp2(maximum - highest[None, :])
     whole = tl.sum(total * weight, 0)
     share = weight / tl.where(whole == 0.0, 1.0, whole)[None, :]
     joined: tl.tuple = ()
     for part in tl.static_range(PARTS):
-        joined += (tl.sum(outputs[part] * share[:, None, :], 0),)
+        joined += (tl.sum((outputs[part] + shift[:, None, :]) * share[:, None, :], 0),)
     return joined, (highest + tl.log2(whole)) * LN2
 
 
@@ -307,10 +282,8 @@ def launch(
     """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
     shape = decode_shape(q, kv, work)
     schedule = work.schedule
-    # What gathers granules waits for the table first: the pipeline halves its depth. Their names take shared memory,
-    # which tiles of unquantized numbers leave too little of.
+    # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
-    stages = schedule.stages if shape.scaled or not gathers else max(schedule.stages - 1, 2)
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
@@ -319,10 +292,10 @@ def launch(
         work.partial, work.lse, scale, work.window or 0,
         SHAPE=shape,
         num_warps=schedule.warps,
-        num_stages=2 * stages - 1 if gathers else stages,
+        num_stages=2 * schedule.stages - 1 if gathers else schedule.stages,
         **_register_limit(schedule),
     )  # fmt: skip
-    merge_segments(work.partial, work.lse, work.sequences, out, shape.overlapped)
+    merge_segments(work.partial, work.lse, work.sequences, out)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -143,7 +143,6 @@ def mend() -> None:
 
 def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule):
     """The attention kernel as the launch compiles it for sm_90, without a GPU."""
-    from bladellm_kernels import decode_shape
     from bladellm_kernels import ragged_decode_triton as module
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -160,15 +159,15 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
             return GPUTarget("cuda", 90, 32)
 
     compiled = {}
-    run = JITFunction.run
+    run, shape = JITFunction.run, module.decode_shape
 
     def compile_only(self, *arguments, grid, warmup, **options):
         compiled[self.__name__] = run(self, *arguments, grid=grid, warmup=True, **options)
 
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(decode_shape, "_plain", lambda q: q.dtype == torch.float32)
-    monkeypatch.setattr(decode_shape, "overlaps", lambda device: True)
+    as_on_cuda = case.q.dtype == torch.float32
+    monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), plain=as_on_cuda))
     work = plan(case, window, schedule)
     module.launch(*case.memory, case.scale, work, torch.empty_like(case.q))
     return compiled["ragged_decode_kernel"]

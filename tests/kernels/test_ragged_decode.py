@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bladellm_kernels import ragged_decode_attention as module
+from bladellm_kernels.decode_work import DecodeSchedule
 from bladellm_kernels.kv_format import KV_FORMATS, NO_QUANT
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
@@ -146,3 +147,9 @@ def test_the_reference_is_attention():
     newest = ragged_decode_attention_reference(*case.memory, 1.0, 1)
     assert torch.equal(newest[0, 0], rows[2, 1, 0])
     assert TOLERANCE[torch.float32] < 1e-3
+
+
+@pytest.mark.parametrize(("block_kv", "warps"), [(64, 8), (96, 4), (64, 3), (8, 1)])
+def test_schedules_whose_warps_cannot_share_a_block_are_refused(block_kv, warps):
+    with pytest.raises(ValueError, match="must share"):
+        DecodeSchedule(block_kv, 3, warps, 1)
