@@ -7,7 +7,7 @@ from bladellm_runtime.scheduler.sequence import Sequence
 
 
 class RetiredSlot(NamedTuple):
-    """A slot whose sequence has left it, the last step that contains it, and the granules that will come back."""
+    """A slot whose sequence has left it, the last step that contains it, and the granules that come back at most."""
 
     slot: int
     last_step: int

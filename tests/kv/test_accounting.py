@@ -300,4 +300,4 @@ TestAccounting.settings = QUICK
 
 @pytest.mark.slow
 class TestAccountingLong(AccountingMachine.TestCase):
-    settings = settings(QUICK, max_examples=3000, stateful_step_count=80, report_multiple_bugs=False)
+    settings = settings(QUICK, max_examples=1500, stateful_step_count=80, report_multiple_bugs=False)

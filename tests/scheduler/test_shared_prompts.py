@@ -109,7 +109,7 @@ def test_nobody_gives_way_to_a_copy_to_the_host():
     sim = Simulation(limits_of(max_model_len=40), spec, depth=3)
     serve(sim, PROMPT[:8], max_tokens=1)
     sim.add([60] * 15, max_tokens=4, ignore_eos=True)
-    sim.add([61] * 23, max_tokens=2, ignore_eos=True)
+    sim.add([61] * 22, max_tokens=3, ignore_eos=True)
     for _ in range(3):
         sim.launch()
     assert (sim.memory.moving, sim.memory.available()) == (2, 0)
