@@ -136,6 +136,9 @@ def sections_on_a_small_pool() -> None:
                 work()
             return 1e-3
 
+        def queued(self, work, calls) -> float:
+            return self.replayed([work] * calls)
+
     ceilings.POOL_BYTES = 2**21
     ceilings.FLAT_BYTES = (2**16, 2**21)
     ceilings.ROW_BYTES, ceilings.HEAD_BYTES, ceilings.ROW_LAYERS = (512, 1024), (256, 128), (1, 2)
