@@ -8,6 +8,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,13 @@ AttnCls = Literal["ragged_flash", "paged"]
 KvCacheQuant = Literal["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
 KvArenaKind = Literal["auto", "memfd", "cuda", "relocating"]
 GIB = 1024**3
+MIXED_FORMATS = {
+    "mix_f852i4": "int8 or int4_affine",
+    "mix_f843i4": "int8 or int4_affine",
+    "mix_i8i4": "int8 or int4_affine",
+    "mix_i4i4": "int4_affine",
+}
+"""BladeLLM's experimental KV formats that mix two."""
 
 
 def flag(
@@ -30,9 +38,13 @@ def flag(
     low: float | None = None,
     high: float | None = None,
     names: tuple[str, ...] = (),
+    instead: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Any:
-    """A dataclass field that is also a flag; `low` and `high` are inclusive, `names` are extra spellings."""
-    metadata = {"help": help, "group": group, "low": low, "high": high, "names": names}
+    """A dataclass field that is also a flag; `low` and `high` are inclusive, `names` are extra spellings.
+
+    `instead` says what to use in place of values that BladeLLM has and this does not.
+    """
+    metadata = {"help": help, "group": group, "low": low, "high": high, "names": names, "instead": instead}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -77,7 +89,7 @@ class EngineArgs:
     )
     kv_cache_gib: float | None = flag(
         None, "KV cache in GiB instead of a share of the memory (on a CPU the default is 4).",
-        group="Engine", low=0.0001, high=100_000,
+        group="KV cache", low=0.0001, high=100_000,
     )  # fmt: skip
     attn_cls: AttnCls = flag(
         "ragged_flash",
@@ -90,8 +102,9 @@ class EngineArgs:
         group="KV cache",
     )
     kv_cache_quant: KvCacheQuant = flag(
-        "no_quant", "How keys and values are stored, rounded per token and head.", group="KV cache"
-    )
+        "no_quant", "How keys and values are stored, rounded per token and head.",
+        group="KV cache", instead=MIXED_FORMATS,
+    )  # fmt: skip
     kv_cache_hadamard: Literal["auto", "on", "off"] = flag(
         "auto", "Rotate queries and keys, so that outlier channels of keys cost less; auto: in 4-bit formats.",
         group="KV cache",
@@ -122,7 +135,6 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
-        refuse_mixed_formats(self.kv_cache_quant)
         check_fields(self)
 
 
@@ -179,13 +191,6 @@ class ServingArgs(EngineArgs):
     )
 
 
-def refuse_mixed_formats(kv_cache_quant: object) -> None:
-    """Raise `ConfigError` for BladeLLM's experimental formats that store keys and values differently."""
-    if isinstance(kv_cache_quant, str) and kv_cache_quant.startswith("mix_"):
-        instead = "int4_affine" if kv_cache_quant == "mix_i4i4" else "int8 or int4_affine"
-        raise ConfigError(f"--kv_cache_quant {kv_cache_quant} is not supported; use {instead}")
-
-
 def check_fields(args: Any) -> None:
     """Check every field of a flag dataclass against its type, range and choices.
 
@@ -197,6 +202,8 @@ def check_fields(args: Any) -> None:
         kind, optional = unwrap_optional(hints[item.name])
         if value is None and optional:
             continue
+        if isinstance(value, str) and value in item.metadata["instead"]:
+            raise ConfigError(f"--{item.name} {value} is not supported; use {item.metadata['instead'][value]}")
         _check_type(item.name, value, kind)
         low, high = item.metadata["low"], item.metadata["high"]
         if low is not None and not low <= value <= high:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class Flag:
     low: float | None
     high: float | None
     names: tuple[str, ...]
+    instead: Mapping[str, str]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -91,6 +92,8 @@ class Flag:
     def _convert_one(self, value: Any) -> Any:
         text = str(value)
         converted = None if isinstance(value, list | dict) or value is None else self._parse(text)
+        if text in self.instead:
+            raise ConfigError(f"--{self.name} {text} is not supported; use {self.instead[text]}")
         if converted is None:
             raise ConfigError(f"--{self.name} must be {self.allowed}, got {shown(value)}")
         return converted
@@ -150,6 +153,7 @@ def make_flag(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
         low=meta["low"],
         high=meta["high"],
         names=meta["names"],
+        instead=meta["instead"],
     )
 
 

@@ -46,7 +46,15 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
     memory = [(term, gib(size)) for term, size in ready.memory]
     return [
         styled(f"BladeLLM Open {__version__}", BOLD, sys.stdout),
-        *table_left([("model", args.model), ("served as", name), ("dtype", ready.dtype), ("device", ready.device)]),
+        *table_left(
+            [
+                ("model", args.model),
+                ("served as", name),
+                ("dtype", ready.dtype),
+                ("device", ready.device),
+                ("KV cache", ready.kv_cache),
+            ]
+        ),
         "memory",
         *table([*memory, ("total", gib(sum(size for _, size in ready.memory)))]),
         f"KV cache of {ready.kv_tokens:,} tokens: {concurrency:.1f} requests at the full {ready.max_model_len:,}",

@@ -21,7 +21,7 @@ from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena, KvShape
-from bladellm_runtime.kv.factory import make_arena
+from bladellm_runtime.kv.factory import arena_kind, make_arena
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.decoder import Decoder
@@ -73,24 +73,25 @@ def build_engine(args: EngineArgs) -> Engine:
             use_threads(args.cpu_threads)
         dtype = pick_dtype(args.dtype, spec.dtype, device)
         max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
+        shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
+        rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
     with times.phase("load weights"):
         model = load_model(folder, spec, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed)
     table.add("weights", model.weight_bytes)
     with times.phase("allocate memory"):
         sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
         table.add("sampling state", sampling.bytes)
-        kv_spec, arena = allocate_kv(args, spec, dtype, device, max_model_len, table)
+        kv_spec, arena = allocate_kv(args, spec, shape, device, max_model_len, table)
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
-    workspace = decode_workspace(spec, kv_spec.num_slots, arena.shape, device)
-    runner = ModelRunner(
-        model, arena, sampling, workspace, key_rotation(args, arena.shape.format, spec.head_dim, dtype, device)
-    )
+    workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
+    runner = ModelRunner(model, arena, sampling, workspace, rotation)
     limits = scheduler_limits(args, spec, max_model_len)
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
         warm_up(core, limits)
-    return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times), folder, arena)
+    kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
+    return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)
 
 
 def model_length(asked: int | None, positions: int) -> int:
@@ -116,11 +117,10 @@ def fit_model_length(asked: int | None, length: int, kv_spec: KvSpec) -> int:
 
 
 def allocate_kv(
-    args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int, table: MemoryTable
+    args: EngineArgs, spec: ModelSpec, shape: KvShape, device: torch.device, max_model_len: int, table: MemoryTable
 ) -> tuple[KvSpec, KvArena]:
     """Decide the size of the KV cache and create its arena."""
-    budget = kv_budget(args, spec, dtype, device, table)
-    shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
+    budget = kv_budget(args, spec, shape.dtype, device, table)
     kv_spec = make_kv_spec(args, spec, shape, device, max_model_len, budget)
     arena = make_arena(args.kv_arena, args.attn_cls, kv_spec, shape, device)
     if device.type == "cuda":
@@ -158,8 +158,23 @@ def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
     core.reset_counters()
 
 
+def describe_kv(args: EngineArgs, shape: KvShape, kv_spec: KvSpec, device: torch.device, rotated: bool) -> str:
+    """The KV cache in a few words, for the start-up banner."""
+    kind = arena_kind(args.kv_arena, device, args.attn_cls)
+    turned = ", rotated keys" if rotated else ""
+    cached = "no prompt cache" if args.disable_prompt_cache or kind == "relocating" else "prompt cache"
+    swap = " with swap" if kv_spec.host_granules else ""
+    return f"{shape.format.name}{turned}; {kind}, {kv_spec.granule_tokens} tokens a granule; {cached}{swap}"
+
+
 def announce(
-    spec: ModelSpec, kv_spec: KvSpec, model: Decoder, max_model_len: int, table: MemoryTable, times: PhaseTimes
+    spec: ModelSpec,
+    kv_spec: KvSpec,
+    model: Decoder,
+    max_model_len: int,
+    table: MemoryTable,
+    times: PhaseTimes,
+    kv_cache: str,
 ) -> EngineReady:
     """What the front end needs to know of the engine."""
     return EngineReady(
@@ -171,4 +186,5 @@ def announce(
         dtype=str(model.dtype).removeprefix("torch."),
         memory=table.rows,
         phases=times.phases,
+        kv_cache=kv_cache,
     )

@@ -98,7 +98,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, array_like=True):
-    """The engine can serve. `memory` (name, bytes) and `phases` (name, seconds) are for the start-up banner."""
+    """The engine can serve. `memory` (name, bytes), `phases` (name, seconds) and `kv_cache` are for the banner."""
 
     vocab_size: int
     max_model_len: int
@@ -108,6 +108,7 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, array_like=True):
     dtype: str
     memory: list[tuple[str, int]]
     phases: list[tuple[str, float]]
+    kv_cache: str = ""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):

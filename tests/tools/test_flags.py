@@ -241,3 +241,10 @@ def test_hints_of_all_arguments_are_supported() -> None:
         for cls in command.classes:
             hints = typing.get_type_hints(cls)
             assert {item.name for item in flags_of(cls)} == set(hints)
+
+
+def test_a_value_that_only_bladellm_has_is_refused_with_what_to_use():
+    (kv,) = [item for item in flags_of(ServingArgs) if item.name == "kv_cache_quant"]
+    assert kv.convert("int8") == "int8"
+    with pytest.raises(ConfigError, match="--kv_cache_quant mix_i8i4 is not supported; use int8 or int4_affine"):
+        kv.convert("mix_i8i4")

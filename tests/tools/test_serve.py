@@ -29,6 +29,7 @@ READY = EngineReady(
     dtype="bfloat16",
     memory=[("weights", 15 * GIB), ("KV cache", 100 * GIB)],
     phases=[("load weights", 2.5), ("warm up", 0.25)],
+    kv_cache="int8; cuda, 128 tokens a granule; prompt cache",
 )
 
 
@@ -36,7 +37,16 @@ def test_banner() -> None:
     args = ServingArgs(model="org/model", served_model_name=["it's me"], api_key=["topsecret"])
     lines = banner(args, "http://127.0.0.1:8081", READY, 4.0)
     text = "\n".join(lines)
-    for words in ("org/model", "bfloat16", "cuda:0", "15.00 GiB", "115.00 GiB", "6,144 tokens", "1.5 requests"):
+    for words in (
+        "org/model",
+        "bfloat16",
+        "cuda:0",
+        "15.00 GiB",
+        "115.00 GiB",
+        "6,144 tokens",
+        "1.5 requests",
+        "int8; cuda",
+    ):
         assert words in text
     seconds = [line.rsplit(None, 2) for line in lines if line.endswith(" s")]
     assert [(name.strip(), value) for name, value, _ in seconds] == [
