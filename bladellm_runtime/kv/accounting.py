@@ -79,11 +79,18 @@ class KvAccounting:
         return self.granules.slots[slot].needed
 
     def admit(
-        self, tokens: Sequence[int], room: int, headroom: int, key: str = "", read: bool = True
+        self,
+        tokens: Sequence[int],
+        room: int,
+        headroom: int,
+        key: str = "",
+        read: bool = True,
+        ahead: bool = False,
     ) -> Admission | None:
         """Make a slot live for a sequence whose known tokens are `tokens`, with room for `room` tokens, no fewer.
 
         It shows what the prompt cache has of them under `key`, all but the last token at most, unless `read` is off.
+        `ahead`: the next step does not touch it yet.
         None, with nothing changed, when no slot is idle, `room` is longer than a slot or fewer than `headroom` granules
         would stay available.
         """
@@ -98,6 +105,7 @@ class KvAccounting:
         slot = self.granules.slots[self._choose_slot(match)]
         del self.idle_slots[slot.number]
         slot.live, slot.key = True, key
+        moves = len(self.granules.plan.moves)
         self._show_match(slot, match)
         if slot.left is not None and self.pool.free < self.spec.granules(room) - slot.granules:
             # What was here last is next to go anyhow; gone now, its granules need not be mapped again.
@@ -107,6 +115,9 @@ class KvAccounting:
                 f"slot {slot.number} has no room for {room} tokens, which the KV accounting has promised"
             )
         self._copy_match(slot, match)
+        if ahead and len(self.granules.plan.moves) == moves:
+            # What moves write to must be there before them.
+            self.granules.put_off(slot)
         return Admission(slot.number, match.cached)
 
     def grow(self, number: int, tokens: int) -> bool:

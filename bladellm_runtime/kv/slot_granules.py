@@ -111,6 +111,12 @@ class SlotGranules:
         else:
             views.append(Show(slot.number, position, unit.granules, unit.count > 1))
 
+    def put_off(self, slot: Slot) -> None:
+        """Have a slot's views of the present plan carried out after the plan's own."""
+        mine = [view for view in self.plan.views if isinstance(view, Show) and view.slot == slot.number]
+        self.plan.views = [view for view in self.plan.views if not isinstance(view, Show) or view.slot != slot.number]
+        self.plan.ahead += mine
+
     def clear(self, slot: Slot, hide: bool) -> None:
         """Make a slot idle; its units are somebody else's matter. `hide`: it must not show anything any more."""
         if self._ahead.pop(slot.number, 0) is None:

@@ -26,7 +26,9 @@ class Planner:
         budget = self._limits.max_batch_tokens - len(self._roster.decoding)
         self._add_decodes(plan)
         budget = self._continue_prefills(plan, budget)
-        self._admit(plan, budget, now)
+        budget = self._admit(plan, budget, now)
+        if budget <= 0 and plan.slots:
+            self._admit_ahead(plan, now)
 
     def _add_decodes(self, plan: StepPlan) -> None:
         step, slots, generations, starts = plan.step, plan.slots, plan.generations, plan.starts
@@ -73,18 +75,32 @@ class Planner:
             budget -= self._add_chunk(plan, seq, budget)
         return budget
 
-    def _admit(self, plan: StepPlan, budget: int, now: float) -> None:
+    def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
         while budget > 0 and self._roster.waiting:
             seq = self._roster.admit(now)
             if seq is None:
                 break
-            # The tokens are copied: the sequence appends to its own list while this plan is in flight.
-            load = SlotLoad(seq.slot, seq.generation, seq.tokens.copy(), seq.prompt_len, seq.params, seq.choice)
-            plan.loads.append(load)
             budget -= self._add_chunk(plan, seq, budget)
+        return budget
+
+    def _admit_ahead(self, plan: StepPlan, now: float) -> None:
+        """Let the head of the queue in although this step is full, if all that were let in before have a part in it:
+        its memory is mapped while the step runs, and the next one finds it there."""
+        roster = self._roster
+        if not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
+            return
+        seq = roster.admit(now, ahead=True)
+        if seq is not None:
+            # Moves of this plan may write to its memory, which must not go to others before they are done.
+            seq.last_step = plan.step
 
     def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         """Add the next prefill chunk of a sequence; returns its tokens."""
+        if not seq.loaded:
+            # The tokens are copied: the sequence appends to its own list while this plan is in flight.
+            load = SlotLoad(seq.slot, seq.generation, seq.tokens.copy(), seq.prompt_len, seq.params, seq.choice)
+            plan.loads.append(load)
+            seq.loaded = True
         tokens = policy.chunk_tokens(seq, budget, self._limits.prefill_chunk_tokens)
         plan.slots.append(seq.slot)
         plan.generations.append(seq.generation)

@@ -35,7 +35,7 @@ class Sequence:
     plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
     `cached` counts the first tokens that the prompt cache had when this residence began, -1 before the first one;
-    `salt` keeps apart whose prompts may be shared.
+    `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence.
     """
 
     order: int
@@ -60,6 +60,7 @@ class Sequence:
     salt: str = ""
     cached: int = -1
     failed: bool = False
+    loaded: bool = False
 
     @property
     def generated(self) -> int:

@@ -41,13 +41,14 @@ class SlotTable:
         """True when every slot is held or retired."""
         return self._memory.live == self._memory.spec.num_slots
 
-    def acquire(self, seq: Sequence, tokens: int, headroom: int) -> bool:
+    def acquire(self, seq: Sequence, tokens: int, headroom: int, ahead: bool = False) -> bool:
         """Give a sequence a slot that holds `tokens` tokens, if `headroom` granules stay obtainable after that.
 
-        The sequence starts with what the prompt cache has of it. False, with nothing changed, if there is no room.
+        The sequence starts with what the prompt cache has of it. `ahead`: it is not in the next step yet. False, with
+        nothing changed, if there is no room.
         """
         read = seq.params.prompt_logprobs is None
-        admission = self._memory.admit(seq.tokens, tokens, headroom, seq.salt, read)
+        admission = self._memory.admit(seq.tokens, tokens, headroom, seq.salt, read, ahead)
         if admission is None:
             return False
         slot = admission.slot

@@ -292,8 +292,8 @@ class Simulation:
         return list(self._live)
 
     def running_slots(self) -> list[int]:
-        """Slots of sequences that will read their KV again."""
-        return [seq.slot for seq in self.scheduler._roster.running()]
+        """Slots of sequences that have KV there already, and will read it again."""
+        return [seq.slot for seq in self.scheduler._roster.running() if seq.loaded]
 
     def add(self, prompt: list[int], *, salt: str = "", **params: object) -> int:
         request_id = len(self.requests)
