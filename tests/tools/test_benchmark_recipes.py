@@ -1,0 +1,44 @@
+"""The recipes that measure the engine run, and the soak finds nothing left behind."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.tools.command import ROOT
+
+DEMO = "recipes/models/demo"
+
+
+def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"recipes/benchmarks/{script}", DEMO, "--load_format", "auto", *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--device", "cpu", "--kv_cache_gib", "0.002", "--swap_gib", "0.001"),
+        ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0", "--attn_cls", "paged"),
+        ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0.001", "--kv_cache_quant", "int8"),
+    ],
+)
+def test_a_short_soak_leaves_nothing_and_changes_no_answer(flags, tmp_path):
+    common = ("--requests", "120", "--minutes", "1", "--max_model_len", "192", "--streams", "6", "--check", "6")
+    done = run("soak.py", *common, "--json", str(tmp_path / "soak.json"), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["left"] == {}
+    assert found["differing"] == 0
+    assert found["descriptors_left"] == 0
+    assert found["cached_tokens"] > 0
+
+
+def test_long_contexts_are_measured(tmp_path):
+    flags = ("--device", "cpu", "--contexts", "50", "300", "--tokens", "4", "--chunk", "64", "--kv_cache_gib", "0.05")
+    done = run("long_context.py", *flags, "--kv_cache_quant", "int8", "--json", str(tmp_path / "long.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "long.json").read_text())
+    assert [(row["context"], row["tokens"]) for row in found["rows"]] == [(50, 5), (300, 5)]
+    assert all(0 < row["tbt_ms"] <= row["tbt_max_ms"] and row["ttft_s"] > 0 for row in found["rows"])
