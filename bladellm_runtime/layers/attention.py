@@ -78,19 +78,18 @@ class Attention:
             return ragged_prefill_attention(q, kv, batch.prefills, self.shape.scale, self.shape.window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         count = batch.num_decode
-        if count:
-            ragged_decode_attention(
-                q[:count],
-                kv,
-                batch.decode_base_rows,
-                batch.decode_slots,
-                batch.decode_kv_lens,
-                batch.max_decode_kv_len,
-                self.shape.scale,
-                self.shape.window,
-                work=batch.decode_work(self.shape.window),
-                out=out[:count],
-            )
+        ragged_decode_attention(
+            q[:count],
+            kv,
+            batch.decode_base_rows,
+            batch.decode_slots,
+            batch.decode_kv_lens,
+            batch.max_decode_kv_len,
+            self.shape.scale,
+            self.shape.window,
+            work=batch.decode_work(self.shape.window),
+            out=out[:count],
+        )
         if batch.prefills:
             ragged_prefill_attention(q, kv, batch.prefills, self.shape.scale, self.shape.window, out=out)
         return out
