@@ -123,9 +123,16 @@ class CudaArena(GranuleArena):
 
 
 def _read(plan: MemoryPlan) -> list[int]:
-    """Granules that moves read."""
-    sources = [move.source for move in plan.moves if isinstance(move, Copy)]
-    return sources + [move.granule for move in plan.moves if isinstance(move, SwapOut)]
+    """Granules that moves read as they were before the plan: not those that earlier moves have written."""
+    found: list[int] = []
+    written: set[int] = set()
+    for move in plan.moves:
+        source = move.source if isinstance(move, Copy) else move.granule if isinstance(move, SwapOut) else None
+        if source is not None and source not in written:
+            found.append(source)
+        if not isinstance(move, SwapOut):
+            written.add(move.target if isinstance(move, Copy) else move.granule)
+    return found
 
 
 def _written(plan: MemoryPlan) -> list[int]:

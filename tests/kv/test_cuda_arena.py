@@ -112,6 +112,16 @@ def test_contents_that_a_plan_ends_are_not_moved_by_it(arena, move):
     run_plan(arena, [Show(1, 0, [0])], [Copy(6, 0, 1), SwapOut(7, 0)])
 
 
+def test_contents_that_moves_bring_to_a_converted_block_may_be_moved_on(arena):
+    stamps = np.arange(1, arena.spec.granule_tokens + 1)
+    run_plan(arena, [Show(0, 0, BLOCK, whole=True), Show(1, 0, [1])])
+    write(arena, 1, 0, stamps)
+    run_plan(arena, moves=[SwapOut(1, 0)])
+    moves = [SwapIn(0, BLOCK[0]), Copy(BLOCK[0], 2, len(stamps))]
+    run_plan(arena, [Show(2, 0, [BLOCK[0], 2])], moves)
+    assert_holds(arena, 2, np.concatenate((stamps, stamps)))
+
+
 def test_a_block_shown_whole_is_not_cut(arena):
     run_plan(arena, [Show(0, 0, BLOCK, whole=True)])
     with pytest.raises(ValueError, match="which 2 would cut"):
