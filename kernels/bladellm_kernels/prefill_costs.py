@@ -1,7 +1,7 @@
 """What the ways to compute prefill attention cost: a model in microseconds, to choose between them.
 
 Fitted to measurements on an H200 (bfloat16, 32 query heads and 8 KV heads of 128 dimensions); other GPUs keep about the
-proportions. It is within some 10 % of: the library's causal squares of 512 (14 µs), 1024 (32), 2048 (82), 8192 (884)
+proportions. It is within some 10 % of: cuDNN's causal squares of 512 (14 µs), 1024 (32), 2048 (82), 8192 (884)
 and 32768 (12,835), its rectangles of 2048 × 4096 (212), 2048 × 34816 (1,677) and 64 × 8256 (113), and the Triton
 kernel on 512 (16), 1000 (30), 2048 (91), 8192 (1,116), 2048 behind 8192 (625) and 1500 behind 5000 (313).
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from bladellm_kernels.prefill_tiles import Span, key_parts
 
-# Scalar operations a µs: of the library at its best, and of the Triton kernel on plain and on quantized memory.
+# Scalar operations a µs: of cuDNN at its best, and of the Triton kernel on plain and on quantized memory.
 LIBRARY_RATE, KERNEL_RATE, FUSED_RATE = 690e6, 515e6, 188e6
-# Bytes a µs of a copy, and of one multiprocessor's share of the library's rate; µs a launch.
+# Bytes a µs of a copy, and of one multiprocessor's share of cuDNN's rate; µs a launch.
 COPY_RATE = 3.5e6
 MULTIPROCESSORS = 132
 LAUNCH = 4.0
 LIBRARY_CALL, KERNEL_CALL = 5.0, 7.5
 # µs an element of q: diagonals, the ends of a launch, and the result's way to memory.
 SQUARE_ELEMENT, KERNEL_ELEMENT = 0.0125 / 4096, 0.0085 / 4096
-# Queries of a program of the library's, and µs before and after its keys.
+# Queries of a program of cuDNN's, and µs before and after its keys.
 PROGRAM_ROWS, PROGRAM = 128, 1.5
 # Elements of K and V dequantized at once.
 SCRATCH_ELEMENTS = 128 * 1024 * 1024
@@ -48,13 +48,13 @@ class Heads:
 
 
 def square_cost(heads: Heads, length: int) -> float:
-    """The library's causal attention of `length` queries to as many keys."""
+    """cuDNN's causal attention of `length` queries to as many keys."""
     work = 4 * heads.elements * length * length / 2
     return LIBRARY_CALL + SQUARE_ELEMENT * length * heads.elements + work / LIBRARY_RATE
 
 
 def rectangle_cost(heads: Heads, rows: int, keys: int) -> float:
-    """The library's attention of `rows` queries to `keys` keys, all visible: waves of programs, one a
+    """cuDNN's attention of `rows` queries to `keys` keys, all visible: waves of programs, one a
     multiprocessor."""
     programs = -(-rows // PROGRAM_ROWS) * heads.query
     waves = -(-programs // MULTIPROCESSORS)

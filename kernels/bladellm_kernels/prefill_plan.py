@@ -1,6 +1,6 @@
-"""How a large prefill chunk is cut into calls of a library that plans for every shape once, some 45 ms each.
+"""How a large prefill chunk is cut into calls of cuDNN, which plans for every shape once, some 45 ms each.
 
-A library's causal operator masks from the top left. So with `split` a multiple of LENGTH_STEP at or before a chunk's
+cuDNN's causal operator masks from the top left. So with `split` a multiple of LENGTH_STEP at or before a chunk's
 start, the chunk is
 
   - the square: queries and keys from `split` on, causal, to a padded end;
@@ -42,7 +42,7 @@ def plan_chunk(heads: Heads, query_len: int, start: int, longest_piece: int = LO
 
 
 def plan_cost(heads: Heads, plan: ChunkPlan) -> float:
-    """µs of the library's calls and of their merging."""
+    """µs of cuDNN's calls and of their merging."""
     pieces = sum(rectangle_cost(heads, plan.rows, piece) for piece in plan.pieces)
     return square_cost(heads, plan.square) + pieces + merge_cost(heads, plan.rows, len(plan.pieces) + 1)
 

@@ -1,4 +1,4 @@
-"""Which chunks of a step go to a library's attention, and which to the Triton kernel in one launch."""
+"""Which chunks of a step go to cuDNN's attention, and which to the Triton kernel in one launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from bladellm_kernels.prefill_costs import (
 from bladellm_kernels.prefill_plan import LONGEST_PIECE, plan_chunk, plan_cost
 from bladellm_kernels.prefill_tiles import Span
 
-# The fewest queries of a chunk for the library, and µs a chunk must gain there: the host takes some 60 µs a call.
+# The fewest queries of a chunk for cuDNN, and µs a chunk must gain there: the host takes some 60 µs a call.
 LIBRARY_QUERIES = 384
 LEAST_GAIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Chunks for the library; for the Triton kernel on plain numbers made of codes; and for it on memory as it is."""
+    """Chunks for cuDNN; for the Triton kernel on plain numbers made of codes; and for it on memory as it is."""
 
-    library: tuple[Span, ...] = ()
+    cudnn: tuple[Span, ...] = ()
     dequantized: tuple[Span, ...] = ()
     stored: tuple[Span, ...] = ()
 
@@ -33,17 +33,17 @@ class Routes:
 def choose_routes(
     spans: tuple[Span, ...],
     heads: Heads,
-    library: bool,
+    cudnn: bool,
     alone: bool,
     longest_piece: int = LONGEST_PIECE,
     window: int | None = None,
 ) -> Routes:
-    """The cheapest of: some of the largest chunks by the library (if `library` can take any), and the others by Triton.
+    """The cheapest of: some of the largest chunks by cuDNN (if `cudnn` can take any), and the others by Triton.
 
-    alone: the result of an only chunk may be the library's own tensor. window: what a query sees; None or all of it for
-    the library. Kept, since all layers of a step ask for the same.
+    alone: the result of an only chunk may be cuDNN's own tensor. window: what a query sees; None or all of it for
+    cuDNN. Kept, since all layers of a step ask for the same.
     """
-    taken = _library_chunks(spans, heads, alone, longest_piece) if library and not _shared_memory(spans) else set()
+    taken = _cudnn_chunks(spans, heads, alone, longest_piece) if cudnn and not _shared_memory(spans) else set()
     rest = [span for span in spans if span not in taken]
     dequantized = [span for span in rest if heads.quantized and not fused_is_cheaper(heads, _seen(span, window))]
     return Routes(
@@ -53,7 +53,7 @@ def choose_routes(
     )
 
 
-def _library_chunks(spans: Sequence[Span], heads: Heads, alone: bool, longest_piece: int) -> set[Span]:
+def _cudnn_chunks(spans: Sequence[Span], heads: Heads, alone: bool, longest_piece: int) -> set[Span]:
     """Each chunk less in the launches saves its own share of them, the last one the launch."""
     order = sorted(spans, key=lambda span: -span.query_len * (2 * span.start + span.query_len))
     rests = [(0.0, 0.0)]
@@ -64,14 +64,14 @@ def _library_chunks(spans: Sequence[Span], heads: Heads, alone: bool, longest_pi
     for count, span in enumerate(order, 1):
         if span.query_len < LIBRARY_QUERIES:
             break
-        spent += library_cost(heads, span, alone, longest_piece) + LEAST_GAIN
+        spent += cudnn_cost(heads, span, alone, longest_piece) + LEAST_GAIN
         cost = spent + launches_cost(heads, *rests.pop())
         if cost < least:
             best, least = count, cost
     return set(order[:best])
 
 
-def library_cost(heads: Heads, span: Span, alone: bool, longest_piece: int = LONGEST_PIECE) -> float:
+def cudnn_cost(heads: Heads, span: Span, alone: bool, longest_piece: int = LONGEST_PIECE) -> float:
     """µs of a chunk by `prefill_sdpa`; alone: without a copy of its result."""
     plan = plan_chunk(heads, span.query_len, span.start, longest_piece)
     cost = plan_cost(heads, plan)

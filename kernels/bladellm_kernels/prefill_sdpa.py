@@ -48,7 +48,7 @@ def attend_chunk(
     aside: bool = True,
 ) -> torch.Tensor:
     """A chunk of `ragged_prefill_attention`, without window: written to its rows of `out` [T, Hq, D] and returned
-    [query_len, Hq, D]; without `out` the result may be the library's own tensor. sdpa: cuDNN's by default. aside: the
+    [query_len, Hq, D]; without `out` the result may be cuDNN's own tensor. sdpa: cuDNN's by default. aside: the
     square runs beside the prefix, which fills the multiprocessors that its few long rows leave idle.
     """
     sdpa = cudnn_attention if sdpa is None else sdpa

@@ -54,7 +54,7 @@ def ragged_prefill_attention(
     nothing yet (unless two chunks are of one sequence; then they are kept). scale > 0. q may have any rows around it in
     its storage, and is faster with those of `prefill_sdpa.empty_queries`.
     Returns [T, Hq, D] of q's type, in `out` if given; tokens outside every chunk are left unwritten. Softmax in
-    float32. Never waits for a device, but for library plans that `prefill_sdpa.warm_up` can build ahead.
+    float32. Never waits for a device, but for cuDNN's plans that `prefill_sdpa.warm_up` can build ahead.
     """
     _check(q, kv, scale, window, out)
     spans = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in chunks]
@@ -75,7 +75,7 @@ def takes_kernels(q: torch.Tensor, kv: KvLayer) -> bool:
     return q.is_cuda and dims and find_spec("triton") is not None
 
 
-def library_takes(
+def cudnn_takes(
     head_dim: int, dtype: torch.dtype, window: int | None, longest: int, capability: tuple[int, int]
 ) -> bool:
     """Whether cuDNN (`prefill_sdpa`) can be worth it beside the Triton kernel (`ragged_prefill_triton`).
@@ -94,18 +94,18 @@ def _attend_on_cuda(
     from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
 
     longest = max(span.start + span.query_len for span in spans)
-    library = library_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
+    cudnn = cudnn_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
     heads = prefill_sdpa.layer_heads(q, kv)
-    routes = choose_routes(tuple(spans), heads, library, alone, prefill_sdpa.longest_piece(kv), window)
-    if alone and routes.library:
+    routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window)
+    if alone and routes.cudnn:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for plain, moved in dequantized_layers(kv, routes.dequantized, window, q.dtype, SCRATCH_ELEMENTS):
         ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
     if routes.stored:
         ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)
-    for span in routes.library:
+    for span in routes.cudnn:
         prefill_sdpa.attend_chunk(q, kv, span, scale, out)
     return out
 

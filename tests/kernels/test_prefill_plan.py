@@ -14,7 +14,7 @@ from bladellm_kernels.prefill_costs import (
     square_cost,
 )
 from bladellm_kernels.prefill_plan import padded_length, plan_chunk, plan_cost
-from bladellm_kernels.prefill_routes import choose_routes, library_cost
+from bladellm_kernels.prefill_routes import choose_routes, cudnn_cost
 from bladellm_kernels.prefill_sdpa import warm_up_chunks
 from bladellm_kernels.prefill_tiles import Span
 from hypothesis import given
@@ -69,8 +69,8 @@ def test_lengths_to_plan_for_are_few():
         (313, kernel_cost(HEADS, step((1500, 5000)), True)),
         (42, kernel_cost(HEADS, step(*[(512, 0)] * 4))),
         (224, kernel_cost(HEADS, step((100, 0), (700, 300), (1200, 3000), (64, 9000)))),
-        (508, library_cost(HEADS, *step((2048, 8192)), True)),
-        (1685, library_cost(HEADS, *step((2048, 32768)), True)),
+        (508, cudnn_cost(HEADS, *step((2048, 8192)), True)),
+        (1685, cudnn_cost(HEADS, *step((2048, 32768)), True)),
     ],
 )
 def test_costs_are_those_measured_on_an_h200(measured, cost):
@@ -91,14 +91,14 @@ def test_no_other_split_of_a_chunk_costs_less(query_len, start):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_large_chunks_go_to_the_library_and_small_ones_together_to_the_kernel(alone):
+def test_large_chunks_go_to_cudnn_and_small_ones_together_to_the_kernel(alone):
     for chunk in ((2048, 0) if alone else (3000, 0), (8191, 0), (2048, 8192), (1500, 32768)):
-        assert choose_routes(step(chunk), HEADS, True, alone).library == step(chunk)
+        assert choose_routes(step(chunk), HEADS, True, alone).cudnn == step(chunk)
         assert choose_routes(step(chunk), HEADS, False, alone).stored == step(chunk)
     for small in ([(64, 131072)], [(100, 0)], [(300, 777)], [(512, 0)] * 4):
         assert choose_routes(step(*small), HEADS, True, alone).stored == step(*small)
     exact = choose_routes(step((2048, 0)), HEADS, True, alone)
-    assert bool(exact.library) == alone, "the kernel writes where the library's result would have to be copied to"
+    assert bool(exact.cudnn) == alone, "the kernel writes where cuDNN's result would have to be copied to"
     mixed = step((100, 0), (700, 300), (1200, 3000), (64, 9000))
     assert choose_routes(mixed, HEADS, True, False).stored == mixed
     large = step((100, 0), (6000, 3000), (64, 9000))
@@ -115,16 +115,16 @@ chunks = st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 9000)), min_siz
 @given(chunks, st.sampled_from([HEADS, INT8]), st.booleans())
 def test_every_chunk_takes_one_way_and_none_is_much_cheaper(spans, heads, alone):
     routes = choose_routes(spans, heads, True, alone)
-    assert sorted(routes.library + routes.dequantized + routes.stored) == sorted(spans)
+    assert sorted(routes.cudnn + routes.dequantized + routes.stored) == sorted(spans)
     assert not routes.dequantized or heads.quantized
 
-    def cost(library: tuple[Span, ...]) -> float:
-        rest = [span for span in spans if span not in library]
-        return sum(library_cost(heads, span, alone) for span in library) + kernel_cost(heads, rest, len(spans) == 1)
+    def cost(cudnn: tuple[Span, ...]) -> float:
+        rest = [span for span in spans if span not in cudnn]
+        return sum(cudnn_cost(heads, span, alone) for span in cudnn) + kernel_cost(heads, rest, len(spans) == 1)
 
-    assert cost(routes.library) <= cost(()) + 1e-6
+    assert cost(routes.cudnn) <= cost(()) + 1e-6
     wide = tuple(span for span in spans if span.query_len >= 384)
-    assert cost(routes.library) <= cost(wide) + len(wide) + 1e-6
+    assert cost(routes.cudnn) <= cost(wide) + len(wide) + 1e-6
 
 
 def test_codes_are_read_as_they_are_for_few_queries_only():
@@ -148,9 +148,9 @@ def test_a_window_makes_keys_cheap_to_dequantize():
 
 def test_chunks_of_one_sequence_are_not_padded_in_its_memory():
     first, second = Span(0, 2048, 0, 0, 3), Span(2048, 2048, 2048, 0, 3)
-    assert choose_routes((first, second), HEADS, True, False).library == ()
+    assert choose_routes((first, second), HEADS, True, False).cudnn == ()
     apart = second._replace(base_row=9000, slot=4)
-    assert choose_routes((first, apart._replace(query_len=6000)), HEADS, True, False).library
+    assert choose_routes((first, apart._replace(query_len=6000)), HEADS, True, False).cudnn
 
 
 def test_many_chunks_are_routed_at_once():

@@ -9,7 +9,7 @@ from bladellm_kernels import ragged_prefill_attention as module
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_prefill_attention import (
-    library_takes,
+    cudnn_takes,
     ragged_prefill_attention,
     ragged_prefill_attention_reference,
 )
@@ -114,18 +114,18 @@ def test_wrong_arguments_are_refused():
             ragged_prefill_attention(*bad)
 
 
-def test_the_library_is_for_half_precision_without_windows():
+def test_cudnn_is_for_half_precision_without_windows():
     hopper, bf16 = (9, 0), torch.bfloat16
-    assert library_takes(128, bf16, None, 8192, hopper)
-    assert library_takes(128, torch.float16, 200000, 133120, (10, 0))
-    assert library_takes(64, bf16, 8192, 8192, hopper)
+    assert cudnn_takes(128, bf16, None, 8192, hopper)
+    assert cudnn_takes(128, torch.float16, 200000, 133120, (10, 0))
+    assert cudnn_takes(64, bf16, 8192, 8192, hopper)
     for other in (
         (128, torch.float32, None, 8192, hopper),
         (128, bf16, 8191, 8192, hopper),
         (256, bf16, None, 8192, hopper),
         (128, bf16, None, 8192, (8, 0)),
     ):
-        assert not library_takes(*other)
+        assert not cudnn_takes(*other)
 
 
 @pytest.mark.gpu

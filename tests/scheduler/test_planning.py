@@ -3,7 +3,8 @@
 import pytest
 
 from bladellm_runtime.request import FinishReason
-from tests.scheduler.simulator import Simulation, answer_limit, limits_of, spec_of
+from tests.scheduler.fake_device import answer_limit, limits_of, spec_of
+from tests.scheduler.simulator import Simulation
 
 
 def simulation(depth=1, *, granule_tokens=4, num_granules=100, num_slots=8, **limits) -> Simulation:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bladellm_runtime.wire.messages import RequestDelta
-from tests.scheduler.simulator import VOCAB, Simulation, limits_of, spec_of
+from tests.scheduler.fake_device import VOCAB, limits_of, spec_of
+from tests.scheduler.simulator import Simulation
 
 prompts = st.one_of(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24), st.lists(st.integers(2, 3), min_size=1, max_size=24)

@@ -5,7 +5,8 @@ import pytest
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepResult
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta
-from tests.scheduler.simulator import EOS, VOCAB, Simulation
+from tests.scheduler.fake_device import EOS, VOCAB
+from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, simulation
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.scheduler.simulator import POISON, VOCAB, Simulation, fold, limits_of, spec_of
+from tests.scheduler.fake_device import POISON, VOCAB, fold, limits_of, spec_of
+from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, simulation
 from tests.scheduler.test_preemption import live, until_preempted
 

@@ -7,7 +7,8 @@ import pytest
 
 from bladellm_runtime.kv.operations import Copy, Show, SwapIn, SwapOut
 from bladellm_runtime.request import FinishReason
-from tests.scheduler.simulator import VOCAB, Simulation, limits_of, spec_of
+from tests.scheduler.fake_device import VOCAB, limits_of, spec_of
+from tests.scheduler.simulator import Simulation
 
 
 class Traffic:
