@@ -114,10 +114,8 @@ class ModelRunner:
         """Fill in what mapping KV memory took."""
         memory = self._arena.stats
         stats.kv_maps = memory.maps
+        stats.kv_map_p99 = memory.map_p99()
         stats.kv_map_wait = memory.wait_seconds
-        if memory.map_seconds:
-            recent = sorted(memory.map_seconds)
-            stats.kv_map_p99 = recent[min(len(recent) - 1, len(recent) * 99 // 100)]
 
     def close(self) -> None:
         """Finish the work in flight and give the KV memory back."""

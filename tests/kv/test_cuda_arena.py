@@ -308,6 +308,17 @@ def test_durations_are_the_latest():
     assert sorted(stats.map_seconds) == [float(n) for n in range(KEPT_DURATIONS + 10, 2 * KEPT_DURATIONS + 10)]
 
 
+def test_the_percentile_of_mapping_calls_follows_them():
+    stats = ArenaStats()
+    assert stats.map_p99() == 0.0
+    for count in range(1, 3 * KEPT_DURATIONS):
+        stats.mapped(float(count))
+        exact = sorted(stats.map_seconds)[len(stats.map_seconds) * 99 // 100] if count % 97 == 0 else None
+        found = stats.map_p99()
+        # At most an eighth of the calls are not in it yet, and each is 1 more than the one before.
+        assert exact is None or exact - len(stats.map_seconds) / 8 - 1 <= found <= exact
+
+
 def test_terabytes_of_addresses(cuda):
     """256 slots of 1M tokens of four layers: 4 TiB, of which the last row is used."""
     shape = KvShape(8, 128, torch.bfloat16, KV_FORMATS["no_quant"])
