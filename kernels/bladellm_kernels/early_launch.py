@@ -1,0 +1,41 @@
+"""Programmatic dependent launch: a kernel may start while the one before it on its stream still runs (sm_90 on).
+
+A kernel launched with `early_launch(...)` must call `wait_for_inputs` in every program before it reads anything that an
+earlier kernel wrote and before it writes anything at all; what came before that call (index arithmetic, weights, tables
+made once a step) overlaps the end of the kernel before. `let_next_start` says that the next kernel may begin to start;
+it orders no memory, so it may come at once. In a captured CUDA graph the two become a programmatic edge. Source: CUDA
+C++ Programming Guide, "Programmatic Dependent Launch".
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options, EARLY among them for the kernel's constexpr of that name."""
+    return {"EARLY": True, "launch_pdl": True} if can_launch_early(device) else {"EARLY": False}
+
+
+@cache
+def can_launch_early(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_inputs(EARLY: tl.constexpr) -> None:
+    """Wait until the kernels before this one have ended and what they wrote can be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_next_start(EARLY: tl.constexpr) -> None:
+    """Allow the next kernel on the stream to start its programs where there is room for them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
