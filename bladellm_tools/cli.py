@@ -180,13 +180,18 @@ def load(path: str) -> Any:
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End the process on Ctrl-C while modules are imported: raised there, an interrupt can get lost in a library."""
+    """End the process on Ctrl-C while modules are imported: raised there, an interrupt can get lost in a library.
+
+    Where interrupts are ignored, as in a shell's background jobs, they stay so.
+    """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         fail("interrupted")
         os._exit(INTERRUPTED)
 
-    before = signal.signal(signal.SIGINT, leave)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, leave)
     try:
         yield
     finally:

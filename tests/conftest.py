@@ -1,5 +1,6 @@
 """Options and fixtures every test shares."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "recipes" / "models" / "demo"
 TESTBED = ROOT.parent / "shared" / "testbed"
+
+# A shell's background jobs ignore interrupts, and so would every command that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,7 @@
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -200,3 +201,20 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     line = shlex.join([*command("blade_llm"), "serve", "--help"])
     done = subprocess.run(f"{line} | true", shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stderr == ""
+
+
+def test_ignored_interrupts_stay_ignored_while_modules_load() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with cli.leaving_at_once():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_interrupts_end_the_process_while_modules_load() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with cli.leaving_at_once():
+        assert signal.getsignal(signal.SIGINT) not in (before, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is before
