@@ -97,6 +97,7 @@ class ModelRunner:
     def _copy_results(self, step: RunningStep, copies: torch.cuda.Stream) -> None:
         """Replace the step's results by pinned copies, on the second stream: the next step does not wait for them."""
         copies.wait_stream(torch.cuda.current_stream(self._device))
+        self._arena.join_moves(copies)
         outputs = step.outputs
         with torch.cuda.stream(copies):
             step.keep += [outputs.tokens, outputs.logprob_ids, outputs.logprobs]

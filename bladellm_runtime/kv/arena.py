@@ -132,7 +132,13 @@ class KvArena(ABC):
 
     @abstractmethod
     def move(self, moves: Sequence[Copy | SwapOut | SwapIn]) -> None:
-        """Queue the copies, in order, on the current stream."""
+        """Queue the copies, in order, before what the current stream is given next; on CUDA those to the host run
+        beside it, until a stream joins them."""
+
+    @abstractmethod
+    def join_moves(self, stream: torch.cuda.Stream) -> None:
+        """Let a CUDA stream wait for copies to the host that no stream has joined yet. A plan is carried out, and its
+        granules may be written again, only after that."""
 
     @abstractmethod
     def base_row(self, slot: int) -> int:

@@ -44,6 +44,9 @@ class GranuleArena(KvArena):
     def move(self, moves: Sequence[Copy | SwapOut | SwapIn]) -> None:
         self._open().move(moves)
 
+    def join_moves(self, stream: torch.cuda.Stream) -> None:
+        self._open().join(stream)
+
     def base_row(self, slot: int) -> int:
         return slot * self.spec.max_tokens
 

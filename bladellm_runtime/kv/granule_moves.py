@@ -1,6 +1,7 @@
 """Copies of whole granules and of their first tokens, and the swap space in host memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import torch
 
@@ -33,14 +34,38 @@ class GranulePart:
 
 
 class GranuleMover:
-    """Executes moves on the parts of granules. Copies are queued on the current stream and never waited for."""
+    """Executes moves on the parts of granules. Copies are queued and never waited for: on the current stream, those to
+    the host on a CUDA stream of their own, so that a step's kernels run beside them."""
 
     def __init__(self, payload: Sequence[torch.Tensor], scales: torch.Tensor | None, host_granules: int) -> None:
         self._payload = [GranulePart(tokens, host_granules) for tokens in payload]
         self._scales = [] if scales is None else [GranulePart(scales, host_granules)]
+        device = payload[0].device
+        self._device = device
+        self._out = torch.cuda.Stream(device) if device.type == "cuda" and host_granules else None
+        self._copying = False
 
     def move(self, moves: Sequence[Copy | SwapOut | SwapIn], place: Callable[[int], int] = int) -> None:
         """Queue moves in order. `place`: where in the payload a granule is, if not at its number."""
+        for swaps, group in groupby(moves, lambda move: isinstance(move, SwapOut)):
+            if self._out is None:
+                self._queue(group, place)
+            elif swaps:
+                self._out.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(self._out):
+                    self._queue(group, place)
+                self._copying = True
+            else:
+                self.join(torch.cuda.current_stream(self._device))
+                self._queue(group, place)
+
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for the copies to the host that were queued since the last call."""
+        if self._out is not None and self._copying:
+            stream.wait_stream(self._out)
+            self._copying = False
+
+    def _queue(self, moves: Iterable[Copy | SwapOut | SwapIn], place: Callable[[int], int]) -> None:
         for move in moves:
             for part in self._payload:
                 _move(part, move, place)
