@@ -52,6 +52,9 @@ class RowArena(KvArena):
     def base_row(self, slot: int) -> int:
         return slot * self.spec.max_tokens
 
+    def granule_rows(self, slots, positions):
+        return slots * self.spec.max_tokens + positions
+
     def layer(self, index: int) -> KvLayer:
         return KvLayer(self.rows[:, index], NO_QUANT, self.spec.granule_tokens)
 
