@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from bladellm_runtime.kv.operations import Copy, MemoryPlan, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
 
-
 Ints = NDArray[np.int64]
 
 

@@ -13,10 +13,11 @@ def kv_write(
 ) -> None:
     """Store token t's key and value in payload row `rows[t]`, in place, with their scales where the format has them.
 
-    rows: int64 [T], distinct but for -1, which stores nothing: padding of a fixed batch. k, v: [T, Hk, D] of one float type (the payload's, if unquantized), any strides but the
-    last, which is 1. granule_rows: int64 [T], the same tokens in the pool's granules, granule · granule_tokens + place,
-    anything where the row is -1; needed for scales, and left out in paged memory, where they are `rows`. Touches no
-    other row or scale. On CUDA one kernel where triton is installed; without it rows of -1 are for the CPU only.
+    rows: int64 [T], distinct but for -1, which stores nothing: padding of a fixed batch. k, v: [T, Hk, D] of one float
+    type (the payload's, if unquantized), any strides but the last, which is 1. granule_rows: int64 [T], the same tokens
+    in the pool's granules, granule · granule_tokens + place, anything in padding; needed for scales, and left out in
+    paged memory, where they are `rows`. Touches no other row or scale. On CUDA one kernel where triton is installed;
+    without it padding is for the CPU only.
     """
     granule_rows = check_kv_write(kv, rows, k, v, granule_rows)
     if kv.payload.is_cuda and find_spec("triton") is not None:

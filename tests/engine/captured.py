@@ -1,0 +1,34 @@
+"""An engine on a CPU whose decode steps take the way of captured graphs: work on static arrays, done again for real."""
+
+from functools import partial
+from unittest import mock
+
+import torch
+
+from bladellm_runtime import LLM
+from bladellm_runtime.engine.build import build_engine
+from bladellm_runtime.engine.cuda_capture import Work
+
+
+class Again:
+    """Captures work by doing it, and replays it by doing it again. `replays` counts."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, work: Work) -> Work:
+        work()
+
+        def again() -> None:
+            self.replays += 1
+            # A replay runs in the engine's thread.
+            with torch.inference_mode():
+                work()
+
+        return again
+
+
+def captured_llm(model: str, capture: Again, **options) -> LLM:
+    """`LLM` with that way to capture."""
+    with mock.patch("bladellm_runtime.llm.build_engine", partial(build_engine, capture=capture)):
+        return LLM(model, **options)
