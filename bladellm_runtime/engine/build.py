@@ -148,10 +148,12 @@ def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, c
     """Have the runner capture decode steps where the flags and the device allow it."""
     if capture is None and device.type == "cuda" and find_spec("triton") is not None:
         capture = CudaCapture(device)
-    sizes = graph_sizes(args)
+    sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
+    if asked and args.cuda_graph_batch_sizes:
+        logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
     if sizes and capture is not None:
         runner.capture(sizes, capture)
-    elif args.cuda_graph_batch_sizes or args.cuda_graph_max_batch_size is not None:
+    elif asked or args.cuda_graph_batch_sizes:
         logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
 
 

@@ -28,8 +28,6 @@ def graph_sizes(args: EngineArgs) -> list[int]:
     """The batch sizes to capture, ascending; none above the slots, which no step exceeds."""
     if args.disable_cuda_graph:
         return []
-    if args.cuda_graph_batch_sizes and args.cuda_graph_max_batch_size is not None:
-        logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
     largest = args.cuda_graph_max_batch_size or DEFAULT_SIZES[-1]
     wanted = args.cuda_graph_batch_sizes or [*(size for size in DEFAULT_SIZES if size < largest), largest]
     return sorted({min(size, args.max_running_requests) for size in wanted})
