@@ -1,5 +1,6 @@
 """An engine on a CPU whose decode steps take the way of captured graphs: work on static arrays, done again for real."""
 
+from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
@@ -11,18 +12,19 @@ from bladellm_runtime.engine.cuda_capture import Work
 
 
 class Again:
-    """Captures work by doing it, and replays it by doing it again. `replays` counts."""
+    """Captures work by doing it, and replays it by doing it again, after `before`. `replays` counts."""
 
     def __init__(self) -> None:
         self.replays = 0
+        self.before: Callable[[], None] = lambda: None
 
     def __call__(self, work: Work) -> Work:
         work()
 
         def again() -> None:
             self.replays += 1
-            # A replay runs in the engine's thread.
             with torch.inference_mode():
+                self.before()
                 work()
 
         return again
