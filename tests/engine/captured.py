@@ -30,7 +30,7 @@ class Again:
         return again
 
 
-def captured_llm(model: str, capture: Again, **options) -> LLM:
+def captured_llm(model: str, capture: Again | None, **options) -> LLM:
     """`LLM` with that way to capture."""
     with mock.patch("bladellm_runtime.llm.build_engine", partial(build_engine, capture=capture)):
         return LLM(model, **options)
