@@ -153,6 +153,9 @@ def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, c
         logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
     if sizes and capture is not None:
         runner.capture(sizes, capture)
+        if device.type == "cuda":
+            # Memory of the work before it was captured, which no step will use.
+            torch.cuda.empty_cache()
     elif asked or args.cuda_graph_batch_sizes:
         logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
 

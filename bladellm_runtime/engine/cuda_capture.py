@@ -21,7 +21,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
-        """Do the work once, which compiles what it needs, then capture it. Raises what CUDA or the work raises."""
+        """Do the work, which compiles what it needs, capture it, and do it again. Raises what CUDA or it raises."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -36,6 +36,8 @@ class CudaCapture:
                     graph.capture_end()
                 raise
             graph.capture_end()
+            # The first launch of a graph takes it to the device; that is not left to a request.
+            graph.replay()
         current.wait_stream(self._stream)
         return graph.replay
 

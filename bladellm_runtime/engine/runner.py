@@ -124,13 +124,14 @@ class ModelRunner:
         self._arena.move(plan.memory.moves)
         logits = graphs.forward(plan, size)
         rows = len(plan.slots)
-        if not graphs.covers_sampling(plan):
+        stage = graphs.sampling_stage(plan)
+        if stage is None:
             outputs, keep = self._sample(plan, logits)
             return RunningStep(rows, range(rows), outputs, keep=[keep])
         if self._copied is not None:
             # The tokens of the step before must have left the memory that these come to.
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        tokens = graphs.sample(plan, size)
+        tokens = graphs.sample(plan, size, stage)
         return RunningStep(rows, range(rows), SampleOutputs(tokens, tokens))
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SampleOutputs, SampleInputs]:

@@ -4,6 +4,7 @@ import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from bladellm_kernels.decode_work import DecodeWorkspace
 from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.captured_sampling import CapturedSampling, GreedySampling
 from bladellm_runtime.engine.cuda_capture import Capture, Work, culprit
 from bladellm_runtime.engine.decode_inputs import DecodeInputs
-from bladellm_runtime.engine.greedy_step import GreedyStep
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.models.decoder import Decoder
@@ -35,10 +36,11 @@ def graph_sizes(args: EngineArgs) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The replays of one batch size: forward leaves logits, sampling takes them. What changes logits goes between."""
+    """The replays of one batch size: forward leaves logits, sampling, by stage, takes them. What changes logits goes
+    between."""
 
     forward: Work
-    sampling: Work
+    sampling: list[Work]
 
 
 class StepGraphs:
@@ -66,7 +68,7 @@ class StepGraphs:
         self._workspace = workspace
         self._rotation = rotation
         self.inputs = DecodeInputs(self._sizes[-1], arena)
-        self.sampling = GreedyStep(state, last_token, self._sizes[-1])
+        self.sampling: CapturedSampling = GreedySampling(state, last_token, self._sizes[-1])
         self.logits = torch.zeros(self._sizes[-1], state.vocab_size, dtype=torch.float32, device=arena.device)
         """float32 [largest size, vocabulary], what `forward` leaves and sampling may overwrite."""
 
@@ -98,14 +100,14 @@ class StepGraphs:
         self._graphs[size].forward()
         return self.logits[: len(plan.slots)]
 
-    def covers_sampling(self, plan: StepPlan) -> bool:
-        """Whether `sample` can take the plan; else its logits are sampled eagerly."""
-        return self.sampling.covers(np.array(plan.slots, dtype=np.int64))
+    def sampling_stage(self, plan: StepPlan) -> int | None:
+        """The stage of `sample` for a plan; None where its logits are to be sampled eagerly."""
+        return self.sampling.stage(np.array(plan.slots, dtype=np.int64))
 
-    def sample(self, plan: StepPlan, size: int) -> Tensor:
-        """Queue the captured sampling, the next step's tokens included. Returns int64 [rows], the next step's too: to
-        be copied away before that samples."""
-        self._graphs[size].sampling()
+    def sample(self, plan: StepPlan, size: int, stage: int) -> Tensor:
+        """Queue the captured sampling, which also hands the tokens to the next step. Returns them, int64 [rows], in
+        memory that the next step writes to: to be copied away before that samples."""
+        self._graphs[size].sampling[stage]()
         return self.sampling.tokens[: len(plan.slots)]
 
     def _capture(self, size: int, capture: Capture) -> StepGraph:
@@ -116,4 +118,5 @@ class StepGraphs:
             batch.workspace, batch.rotation = self._workspace, self._rotation
             self._model.logits(self._model.forward(batch), out=logits)
 
-        return StepGraph(capture(forward), capture(lambda: self.sampling.sample(logits, arrays)))
+        samplings = [partial(self.sampling.sample, stage, logits, arrays) for stage in range(self.sampling.stages)]
+        return StepGraph(capture(forward), [capture(sampling) for sampling in samplings])
