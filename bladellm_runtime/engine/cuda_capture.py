@@ -2,7 +2,7 @@
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 
 import torch
@@ -30,7 +30,8 @@ class CudaCapture:
             # Other threads may map KV memory meanwhile, which the mode "global" would forbid.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work()
+                with no_waiting():
+                    work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
@@ -40,6 +41,16 @@ class CudaCapture:
             graph.replay()
         current.wait_stream(self._stream)
         return graph.replay
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """What would wait for the device raises `RuntimeError` before it does, which would spoil the capture."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def culprit(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,3 +60,12 @@ def test_the_host_part_of_a_step_is_measured():
     done = run("host_step.py", "--batches", "1", "4", "--steps", "5", "--kv_cache_gib", "0.05")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(" | ")[0] for line in done.stdout.splitlines()[2:]] == ["| 1", "| 4"]
+
+
+def test_kernels_that_overlap_are_busy_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))
+    from decode_steps import busy_share
+
+    spans = [(40.0, 50.0), (0.0, 10.0), (5.0, 8.0), (8.0, 20.0)]
+    kernels = [SimpleNamespace(time_range=SimpleNamespace(start=start, end=end)) for start, end in spans]
+    assert busy_share(kernels) == pytest.approx(30 / 50)
