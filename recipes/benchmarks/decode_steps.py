@@ -2,8 +2,9 @@
 
 Runs the engine in this process. With `--load_format dummy`, the default, only a model folder's config is needed.
 `host` is the median of what the CPU does for a step, waiting for the device left out; `map wait` the longest that a
-launch waited for KV memory, which costs the GPU nothing while the step before runs. With `--trace` a profiler runs over
-some more steps: idle is the share of the time in which no kernel ran.
+launch waited for KV memory. Neither costs anything while the GPU runs the step before: `late` counts the steps
+launched after it had. With `--trace` a profiler runs over some more steps: idle is the share of the time in which no
+kernel ran.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_timing import Clocks, finish, start_decoding, watch_steps
+from step_timing import Clocks, Lateness, finish, start_decoding, watch_steps
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,12 +30,15 @@ TARGETS = {
 HOST_PARTS = ("plan", "launch", "complete")
 
 
-def measure(engine: Engine, clocks: Clocks, args: argparse.Namespace, batch: int) -> dict[str, float]:
+def measure(
+    engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.Namespace, batch: int
+) -> dict[str, float]:
     """Milliseconds a step, and microseconds of the host, of `batch` requests that all decode."""
     memory = engine.arena.stats
     start_decoding(engine, batch, args.input, args.steps + args.traced + 200, args.seed, temperature=args.temperature)
     run_steps(engine, args.warm)
     clocks.reset()
+    lateness.late.clear()
     memory.trace(args.steps + 8)
     seconds = run_steps(engine, args.steps)
     waits = [event.end - event.start for event in memory.events if event.kind == "wait"]
@@ -44,6 +48,7 @@ def measure(engine: Engine, clocks: Clocks, args: argparse.Namespace, batch: int
         "step_ms": 1e3 * seconds / args.steps,
         "host_us": sum(clocks.microseconds(part) for part in HOST_PARTS),
         "map_wait_us": 1e6 * max(waits, default=0.0),
+        "late": sum(lateness.late),
     } | {f"{name}_us": clocks.microseconds(name) for name in ("plan", "inputs", "launch", "complete")}
     if args.trace:
         found |= trace(engine, args, batch)
@@ -96,7 +101,9 @@ def report(found: dict[str, float], shown: bool) -> str:
     """A row of the table; shown: with the targets, which are for one shape."""
     floor, peer, least = TARGETS.get(int(found["batch"]), ("",) * 3) if shown else ("",) * 3
     idle = f"{found['idle_share']:.2%}" if "idle_share" in found else ""
-    step = f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.1f} | {idle}"
+    step = (
+        f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f} | {found['late']:.0f} | {idle}"
+    )
     return f"| {found['batch']} | {floor} | {peer} | {least} | {step} |"
 
 
@@ -114,10 +121,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     phases = {name: round(seconds, 2) for name, seconds in engine.ready.phases}
     memory = {name: round(size / GIB, 2) for name, size in engine.ready.memory}
     print(f"seconds {phases}; GiB {memory}", flush=True)
-    print("| batch | floor ms | vLLM | at least | step ms | host µs | map wait µs | idle |\n|" + " --- |" * 8)
-    clocks, rows = watch_steps(engine.core), []
+    print("| batch | floor ms | vLLM | at least | step ms | host µs | map wait µs | late | idle |\n|" + " --- |" * 9)
+    clocks, lateness, rows = watch_steps(engine.core), Lateness(engine.core._runner), []
     for batch in args.batches:
-        rows.append(measure(engine, clocks, args, batch))
+        rows.append(measure(engine, clocks, lateness, args, batch))
         print(report(rows[-1], not args.no_targets), flush=True)
     engine.core.close()
     return {"phases": phases, "memory_gib": memory, "rows": rows}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.engine.core import EngineCore
@@ -50,6 +51,24 @@ def watch_steps(core: EngineCore) -> Clocks:
     if runner._graphs is not None:
         clocks.watch(runner._graphs.inputs, "send", "inputs")
     return clocks
+
+
+class Lateness:
+    """Whether the device had already done the step before when a step's launch was over: it had nothing to do then."""
+
+    def __init__(self, runner: Any) -> None:
+        self.late: list[bool] = []
+        self._launch = runner.launch
+        self._last: Any = None
+        runner.launch = self._watched
+
+    def _watched(self, plan: Any) -> Any:
+        step = self._launch(plan)
+        before = getattr(self._last, "done", None)
+        if isinstance(before, torch.cuda.Event):
+            self.late.append(before.query())
+        self._last = step
+        return step
 
 
 def start_decoding(engine: Engine, batch: int, prompt_len: int, tokens: int, seed: int, **sampling: Any) -> None:
