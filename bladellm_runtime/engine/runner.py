@@ -169,11 +169,12 @@ class ModelRunner:
         stats.kv_map_wait = memory.wait_seconds
 
     def close(self) -> None:
-        """Finish the work in flight and give the KV memory back."""
+        """Finish the work in flight and give the memory of graphs and of the KV cache back."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         else:
             torch.cuda.synchronize(self._device)
+        self._graphs = None
         self._arena.close()
 
 
