@@ -127,6 +127,19 @@ class EngineArgs:
     disable_overlap: bool = flag(
         False, "Run one step at a time instead of planning the next one while a step runs.", group="Engine"
     )
+    cuda_graph_batch_sizes: list[int] = flag(
+        [],
+        "Batch sizes whose decode step is captured as CUDA graphs, ascending; steps are padded up to the next one and "
+        "run without a graph above the last. Default: 1 2 4 8 16 24 ... up to --cuda_graph_max_batch_size.",
+        group="Engine", low=1, high=4096,
+    )  # fmt: skip
+    cuda_graph_max_batch_size: int | None = flag(
+        None, "Largest batch size that is captured, 256 by default; ignored beside --cuda_graph_batch_sizes.",
+        group="Engine", low=1, high=4096,
+    )  # fmt: skip
+    disable_cuda_graph: bool = flag(
+        False, "Launch decode steps operator by operator instead of as CUDA graphs.", group="Engine"
+    )
     disable_frontend_multiprocessing: bool = flag(
         False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
     )
@@ -136,6 +149,9 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        sizes = self.cuda_graph_batch_sizes
+        if sizes != sorted(set(sizes)):
+            raise ConfigError(f"--cuda_graph_batch_sizes must be ascending, each size once; got {_words(sizes)}")
 
 
 @dataclass(frozen=True)
@@ -206,8 +222,9 @@ def check_fields(args: Any) -> None:
             raise ConfigError(f"--{item.name} {value} is not supported; use {item.metadata['instead'][value]}")
         _check_type(item.name, value, kind)
         low, high = item.metadata["low"], item.metadata["high"]
-        if low is not None and not low <= value <= high:
-            raise ConfigError(f"--{item.name} must be between {low:g} and {high:g}, got {value:g}")
+        for one in value if isinstance(value, list) else [value]:
+            if low is not None and not low <= one <= high:
+                raise ConfigError(f"--{item.name} must be between {low:g} and {high:g}, got {one:g}")
 
 
 def unwrap_optional(hint: Any) -> tuple[Any, bool]:
@@ -224,13 +241,19 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         if value not in choices:
             raise ConfigError(f"--{name} must be one of {', '.join(choices)}; got {value!r}")
     elif typing.get_origin(kind) is list:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"--{name} must be a list of strings, got {value!r}")
+        (one,) = typing.get_args(kind)
+        if not isinstance(value, list) or not all(isinstance(item, one) and type(item) is not bool for item in value):
+            words = {str: "strings", int: "whole numbers"}[one]
+            raise ConfigError(f"--{name} must be a list of {words}, got {value!r}")
     elif kind is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"--{name} must be a finite number, got {value!r}")
     elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"--{name} must be of type {kind.__name__}, got {value!r}")
+
+
+def _words(values: list[int]) -> str:
+    return " ".join(map(str, values))
 
 
 def read_api_keys(args: ServingArgs) -> list[str]:

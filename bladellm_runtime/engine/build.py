@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,11 +14,13 @@ from bladellm_kernels.decode_work import DecodeWorkspace
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
 from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.engine.step_graphs import graph_sizes
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena, KvShape
@@ -62,8 +65,11 @@ class Engine:
     arena: KvArena
 
 
-def build_engine(args: EngineArgs) -> Engine:
-    """Load the model and make an engine of it. Raises `UserError` for anything the user can mend."""
+def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
+    """Load the model and make an engine of it. Raises `UserError` for anything the user can mend.
+
+    capture: how decode steps are captured; by default as CUDA graphs, and not at all on a CPU.
+    """
     times, table = PhaseTimes(), MemoryTable()
     with times.phase("find model"):
         folder = resolve_model(args.model)
@@ -85,6 +91,8 @@ def build_engine(args: EngineArgs) -> Engine:
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
     workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
     runner = ModelRunner(model, arena, sampling, workspace, rotation)
+    with times.phase("capture graphs"):
+        capture_steps(args, runner, device, capture)
     limits = scheduler_limits(args, spec, max_model_len)
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
@@ -134,6 +142,22 @@ def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: to
     if device.type != "cuda":
         return None
     return DecodeWorkspace(device, num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1, shape.format, shape.dtype)
+
+
+def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None) -> None:
+    """Have the runner capture decode steps where the flags and the device allow it."""
+    if capture is None and device.type == "cuda" and find_spec("triton") is not None:
+        capture = CudaCapture(device)
+    sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
+    if asked and args.cuda_graph_batch_sizes:
+        logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
+    if sizes and capture is not None:
+        runner.capture(sizes, capture)
+        if device.type == "cuda":
+            # Memory of the work before it was captured, which no step will use.
+            torch.cuda.empty_cache()
+    elif asked or args.cuda_graph_batch_sizes:
+        logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
 
 
 def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:

@@ -59,13 +59,14 @@ def build_inputs(
     plan: StepPlan, tokens: list[SlotTokens | None], last_token: torch.Tensor, arena: KvArena
 ) -> StepInputs:
     """Flatten a plan. `tokens` is indexed by slot; `last_token` is the device array decode rows read their id from."""
-    base_rows = np.array([arena.base_row(slot) for slot in plan.slots], dtype=np.int64)
+    slots = np.array(plan.slots, dtype=np.int64)
+    base_rows = arena.base_rows(slots)
     starts = np.array(plan.starts, dtype=np.int64)
     query_lens = np.array(plan.query_lens, dtype=np.int64)
     ends = np.cumsum(query_lens)
     positions = np.arange(int(ends[-1]), dtype=np.int64) + np.repeat(starts - (ends - query_lens), query_lens)
     layer = arena.layer(0)
-    granule_rows = None if layer.table is None else _granule_rows(plan, arena)
+    granule_rows = None if layer.table is None else arena.granule_rows(np.repeat(slots, query_lens), positions)
     kv_rows = positions + np.repeat(base_rows, query_lens)
     if layer.paged and granule_rows is not None:
         kv_rows = granule_rows
@@ -73,14 +74,14 @@ def build_inputs(
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
     sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
     sections = [
-        np.array(plan.slots[:count], dtype=np.int64),
+        slots[:count],
         prompt_ids,
         positions,
         kv_rows,
         base_rows[:count],
         starts[:count] + 1,
         _logit_tokens(ends, sampling_rows, scores),
-        np.array([plan.slots[row] for row in sampling_rows], dtype=np.int64),
+        slots[sampling_rows],
         np.empty(0, dtype=np.int64) if granule_rows is None else granule_rows,
     ]
     sections += [score.targets for score in scores]
@@ -123,23 +124,6 @@ def _prefill_rows(
         if known.prompt_logprobs is not None and len(targets):
             scores.append(PromptScore(row, first, targets, known.prompt_logprobs))
     return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64), prefills, scores
-
-
-def _granule_rows(plan: StepPlan, arena: KvArena) -> IntArray:
-    """For every query token the row of its position counted in granules."""
-    size = arena.spec.granule_tokens
-    rows = np.empty(sum(plan.query_lens), dtype=np.int64)
-    first = 0
-    for slot, start, count in zip(plan.slots, plan.starts, plan.query_lens, strict=True):
-        granules = arena.granules(slot)
-        if count == 1:
-            rows[first] = granules[start // size] * size + start % size
-        else:
-            positions = np.arange(start, start + count, dtype=np.int64)
-            held = np.asarray(granules[start // size : (start + count - 1) // size + 1], dtype=np.int64)
-            rows[first : first + count] = held[positions // size - start // size] * size + positions % size
-        first += count
-    return rows
 
 
 def _logit_tokens(ends: IntArray, sampling_rows: list[int], scores: list[PromptScore]) -> IntArray:

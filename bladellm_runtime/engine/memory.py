@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine.step_graphs import graph_sizes
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.arena import KvShape
 from bladellm_runtime.kv.factory import arena_kind, block_bytes, page_bytes
@@ -19,6 +20,8 @@ CPU_KV_SHARE = 0.5
 LAYERS_PER_GROUP = 4
 """Layers interleaved in one granule: on an H200, 4 to 8 cost 1-2 % of the read bandwidth, all of them 5-6 %."""
 GRANULE_TOKENS = 16
+GRAPH_BYTES = 8 << 20
+"""Device memory that CUDA keeps for the nodes of the graphs of one batch size, amply."""
 ATTENTION_STATES = 12
 """Outputs of attention of a step's tokens that a prefill with a long prefix holds at once."""
 
@@ -44,6 +47,14 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     return activations + logits + attention
 
 
+def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """About what captured decode steps take: the largest one's activations and logits, and CUDA's own of each."""
+    sizes = graph_sizes(args)
+    width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
+    row = width * dtype.itemsize + spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
+    return max(sizes, default=0) * row + len(sizes) * GRAPH_BYTES
+
+
 def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, table: MemoryTable) -> int:
     """Bytes for the KV cache. Raises `ConfigError` when nothing is left for it."""
     if args.kv_cache_gib is not None:
@@ -53,11 +64,13 @@ def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: tor
     free, total = torch.cuda.mem_get_info(device)
     workspace = workspace_bytes(args, spec, dtype)
     table.add("workspace", workspace)
-    budget = int(total * args.max_gpu_memory_utilization) - (total - free) - workspace
+    graphs = graph_bytes(args, spec, dtype)
+    table.add("CUDA graphs", graphs)
+    budget = int(total * args.max_gpu_memory_utilization) - (total - free) - workspace - graphs
     if budget <= 0:
         raise ConfigError(
             f"no memory is left for the KV cache: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use and "
-            f"steps need {workspace / GIB:.1f}; raise --max_gpu_memory_utilization or lower "
+            f"steps need {(workspace + graphs) / GIB:.1f}; raise --max_gpu_memory_utilization or lower "
             "--ragged_flash_max_batch_tokens"
         )
     return budget

@@ -1,19 +1,24 @@
 """The model runner: executes step plans in order on one device, without waiting for them.
 
+Steps of decode rows only are replays of captured graphs where there are any; others launch operator by operator.
 On CUDA a launch only enqueues work; results reach the CPU through pinned memory on a second stream. On a CPU the
 work itself runs in one thread, so that planning and messages go on beside it: the same two steps in flight.
 """
 
 import concurrent.futures
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
 
-from bladellm_runtime.engine.inputs import SlotTokens, StepInputs, build_inputs
+from bladellm_runtime.engine.cuda_capture import Capture
+from bladellm_runtime.engine.host_ring import HostRing
+from bladellm_runtime.engine.inputs import SlotTokens, build_inputs
 from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
-from bladellm_runtime.engine.sampler import SampleOutputs, Sampler
+from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
@@ -22,20 +27,24 @@ from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step handed to the device, and everything that must stay alive until its result is read."""
+    """A step handed to the device, and everything that must stay alive until its result is read.
+
+    sampling_rows: plan rows of the outputs, in order.
+    """
 
     rows: int
-    inputs: StepInputs
+    sampling_rows: Sequence[int]
     outputs: SampleOutputs
-    scored: list[ScoredPrompt]
-    keep: list[object]
+    scored: list[ScoredPrompt] = field(default_factory=list)
+    keep: list[object] = field(default_factory=list)
     done: torch.cuda.Event | None = None
 
 
 class ModelRunner:
     """Owns the model, the KV arena and the per-slot device state.
 
-    `last_token` (int64, one a slot) is how a step hands its tokens to the next one without the CPU seeing them.
+    `last_token` (int64, one a slot and one for padding) is how a step hands its tokens to the next one without the CPU
+    seeing them.
     """
 
     def __init__(
@@ -55,10 +64,20 @@ class ModelRunner:
         self._sampling = sampling
         self._sampler = Sampler(sampling)
         self._device = arena.device
-        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=arena.device)
+        self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=arena.device)
         self._tokens: list[SlotTokens | None] = [None] * num_slots
+        self._graphs: StepGraphs | None = None
+        self._results = HostRing(num_slots, arena.device)
+        self._copied: torch.cuda.Event | None = None
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self._worker = None if self._copies else concurrent.futures.ThreadPoolExecutor(1, "runner")
+
+    def capture(self, sizes: Sequence[int], capture: Capture) -> None:
+        """Capture decode steps of these batch sizes; before the first step. Warns, and goes on without, if it fails."""
+        graphs = StepGraphs(
+            sizes, self._model, self._arena, self._sampling, self._last_token, self._workspace, self._rotation
+        )
+        self._graphs = graphs if graphs.capture_all(capture) else None
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
         """Start a step. Plans must come in order; at most two may be uncollected."""
@@ -79,37 +98,70 @@ class ModelRunner:
         for load in plan.loads:
             self._tokens[load.slot] = SlotTokens.of(load)
             self._sampling.load(load)
+        size = None if self._graphs is None else self._graphs.size_for(plan)
+        if self._graphs is None or size is None:
+            step = self._run_eagerly(plan)
+        else:
+            step = self._replay(plan, self._graphs, size)
+        self._copy_results(step)
+        return step
+
+    def _run_eagerly(self, plan: StepPlan) -> RunningStep:
         inputs = build_inputs(plan, self._tokens, self._last_token, self._arena)
         inputs.batch.workspace, inputs.batch.rotation = self._workspace, self._rotation
         self._arena.wait()
         self._arena.move(plan.memory.moves)
         hidden = self._model.forward(inputs.batch)
         count = len(inputs.sampling_rows)
-        sample_inputs = self._sampler.prepare(plan)
-        outputs = self._sampler.sample(self._model.logits(hidden[:count]), sample_inputs)
-        self._last_token.index_copy_(0, inputs.sampling_slots, outputs.feedback)
+        outputs, keep = self._sample(plan, self._model.logits(hidden[:count]))
         scored = score_prompts(self._model, hidden[count:], inputs.scores) if inputs.scores else []
-        step = RunningStep(len(plan.slots), inputs, outputs, scored, [hidden, sample_inputs])
-        if self._copies is not None:
-            self._copy_results(step, self._copies)
-        return step
+        return RunningStep(len(plan.slots), inputs.sampling_rows, outputs, scored, [inputs, hidden, keep])
 
-    def _copy_results(self, step: RunningStep, copies: torch.cuda.Stream) -> None:
-        """Replace the step's results by pinned copies, on the second stream: the next step does not wait for them."""
-        copies.wait_stream(torch.cuda.current_stream(self._device))
-        self._arena.join_moves(copies)
-        outputs = step.outputs
-        with torch.cuda.stream(copies):
+    def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int) -> RunningStep:
+        """A step of decode rows, padded to `size`. Between the two replays is where masks can enter."""
+        graphs.inputs.send(plan, size)
+        self._arena.wait()
+        self._arena.move(plan.memory.moves)
+        logits = graphs.forward(plan, size)
+        rows = len(plan.slots)
+        stage = graphs.sampling_stage(plan)
+        if stage is None:
+            outputs, keep = self._sample(plan, logits)
+            return RunningStep(rows, range(rows), outputs, keep=[keep])
+        if self._copied is not None:
+            # The tokens of the step before must have left the memory that these come to.
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        tokens = graphs.sample(plan, size, stage)
+        return RunningStep(rows, range(rows), SampleOutputs(tokens, tokens))
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SampleOutputs, SampleInputs]:
+        inputs = self._sampler.prepare(plan)
+        outputs = self._sampler.sample(logits, inputs)
+        self._last_token.index_copy_(0, inputs.slots, outputs.feedback)
+        return outputs, inputs
+
+    def _copy_results(self, step: RunningStep) -> None:
+        """Replace the step's results by host copies; on CUDA on the second stream, for which the next step does not
+        wait."""
+        outputs, buffer = step.outputs, self._results.next()
+        host = buffer.tensor[: len(outputs.tokens)]
+        if self._copies is None:
+            outputs.tokens = host.copy_(outputs.tokens)
+            return
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
             step.keep += [outputs.tokens, outputs.logprob_ids, outputs.logprobs]
-            outputs.tokens = _pinned_copy(outputs.tokens)
+            outputs.tokens = host.copy_(outputs.tokens, non_blocking=True)
             if outputs.logprob_ids is not None and outputs.logprobs is not None:
                 outputs.logprob_ids = _pinned_copy(outputs.logprob_ids)
                 outputs.logprobs = _pinned_copy(outputs.logprobs)
             for scored in step.scored:
                 step.keep += [scored.ids, scored.logprobs]
                 scored.ids, scored.logprobs = _pinned_copy(scored.ids), _pinned_copy(scored.logprobs)
-            step.done = torch.cuda.Event()
-            step.done.record(copies)
+            buffer.mark()
+        self._copied = buffer.copied
+        # Copies of KV to the host may take longer than the next step: that one waits for the tokens alone.
+        step.done = self._copies.record_event() if self._arena.join_moves(self._copies) else buffer.copied
 
     def add_stats(self, stats: EngineStats) -> None:
         """Fill in what mapping KV memory took."""
@@ -119,11 +171,12 @@ class ModelRunner:
         stats.kv_map_wait = memory.wait_seconds
 
     def close(self) -> None:
-        """Finish the work in flight and give the KV memory back."""
+        """Finish the work in flight and give the memory of graphs and of the KV cache back."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         else:
             torch.cuda.synchronize(self._device)
+        self._graphs = None
         self._arena.close()
 
 
@@ -132,13 +185,14 @@ def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read(step: RunningStep) -> StepResult:
-    tokens: list[int | None] = [None] * step.rows
     logprobs: list[TokenLogprobs | None] = [None] * step.rows
     prompt_logprobs: list[list[TokenLogprobs] | None] = [None] * step.rows
-    for row, token in zip(step.inputs.sampling_rows, step.outputs.tokens.tolist(), strict=True):
-        tokens[row] = token
+    tokens: list[int | None] = step.outputs.tokens.tolist()
+    if len(tokens) < step.rows:
+        sampled = dict(zip(step.sampling_rows, tokens, strict=True))
+        tokens = [sampled.get(row) for row in range(step.rows)]
     for index, entry in step.outputs.read_logprobs():
-        logprobs[step.inputs.sampling_rows[index]] = entry
+        logprobs[step.sampling_rows[index]] = entry
     for scored in step.scored:
         prompt_logprobs[scored.row] = scored.to_host()
     return StepResult(tokens, logprobs, prompt_logprobs)

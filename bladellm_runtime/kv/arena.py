@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from bladellm_kernels.kv_format import KvFormat
 from bladellm_kernels.kv_layer import KvLayer
+from numpy.typing import NDArray
 
 from bladellm_runtime.kv.operations import Copy, MemoryPlan, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +140,21 @@ class KvArena(ABC):
         beside it, until a stream joins them."""
 
     @abstractmethod
-    def join_moves(self, stream: torch.cuda.Stream) -> None:
-        """Let a CUDA stream wait for copies to the host that no stream has joined yet. A plan is carried out, and its
-        granules may be written again, only after that."""
+    def join_moves(self, stream: torch.cuda.Stream) -> bool:
+        """Let a CUDA stream wait for copies to the host that no stream has joined yet; False where there are none. A
+        plan is carried out, and its granules may be written again, only after that."""
 
     @abstractmethod
     def base_row(self, slot: int) -> int:
         """Row of the slot's position 0 in every layer; may change with `submit` where `shares` is False."""
+
+    def base_rows(self, slots: Ints) -> Ints:
+        """`base_row` of many slots."""
+        return np.array([self.base_row(slot) for slot in slots.tolist()], dtype=np.int64)
+
+    @abstractmethod
+    def granule_rows(self, slots: Ints, positions: Ints) -> Ints:
+        """For single tokens that the slots show: the number of the granule · `granule_tokens` + the place in it."""
 
     @abstractmethod
     def granules(self, slot: int) -> Sequence[int]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bladellm_runtime.kv.arena import KvShape, MemoryEvent
+from bladellm_runtime.kv.arena import Ints, KvShape, MemoryEvent
 from bladellm_runtime.kv.cuda_driver import MemoryDriver
 from bladellm_runtime.kv.cuda_memory import CudaMemory
 from bladellm_runtime.kv.dlpack import bytes_at
@@ -89,6 +89,9 @@ class CudaArena(GranuleArena):
 
     def base_row(self, slot: int) -> int:
         return self.spec.granule_tokens + slot * self.spec.max_tokens
+
+    def base_rows(self, slots: Ints) -> Ints:
+        return self.spec.granule_tokens + slots * self.spec.max_tokens
 
     def _tensors(self, starts: Sequence[int], tokens: int) -> list[torch.Tensor]:
         """uint8, the addresses of `tokens` tokens from each group's start on."""

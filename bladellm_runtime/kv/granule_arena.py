@@ -4,10 +4,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from bladellm_kernels.kv_layer import KvLayer
 
-from bladellm_runtime.kv.arena import KvArena, KvShape
+from bladellm_runtime.kv.arena import Ints, KvArena, KvShape
 from bladellm_runtime.kv.granule_moves import GranuleMover
 from bladellm_runtime.kv.granule_table import GranuleTable
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
@@ -44,11 +45,18 @@ class GranuleArena(KvArena):
     def move(self, moves: Sequence[Copy | SwapOut | SwapIn]) -> None:
         self._open().move(moves)
 
-    def join_moves(self, stream: torch.cuda.Stream) -> None:
-        self._open().join(stream)
+    def join_moves(self, stream: torch.cuda.Stream) -> bool:
+        return self._open().join(stream)
 
     def base_row(self, slot: int) -> int:
         return slot * self.spec.max_tokens
+
+    def base_rows(self, slots: Ints) -> Ints:
+        return slots * self.spec.max_tokens
+
+    def granule_rows(self, slots: Ints, positions: Ints) -> Ints:
+        index, place = np.divmod(positions, self.spec.granule_tokens)
+        return self._table.rows[slots, index] * np.int64(self.spec.granule_tokens) + place
 
     def granules(self, slot: int) -> Sequence[int]:
         return self._table.granules(slot)

@@ -59,11 +59,13 @@ class GranuleMover:
                 self.join(torch.cuda.current_stream(self._device))
                 self._queue(group, place)
 
-    def join(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for the copies to the host that were queued since the last call."""
-        if self._out is not None and self._copying:
-            stream.wait_stream(self._out)
-            self._copying = False
+    def join(self, stream: torch.cuda.Stream) -> bool:
+        """Let a stream wait for the copies to the host that were queued since the last call; whether there were any."""
+        if self._out is None or not self._copying:
+            return False
+        stream.wait_stream(self._out)
+        self._copying = False
+        return True
 
     def _queue(self, moves: Iterable[Copy | SwapOut | SwapIn], place: Callable[[int], int]) -> None:
         for move in moves:

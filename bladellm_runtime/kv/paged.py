@@ -2,9 +2,10 @@
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 
-from bladellm_runtime.kv.arena import KvShape
+from bladellm_runtime.kv.arena import Ints, KvShape
 from bladellm_runtime.kv.granule_arena import GranuleArena
 from bladellm_runtime.kv.operations import Show
 from bladellm_runtime.kv.spec import KvSpec
@@ -24,6 +25,9 @@ class PagedArena(GranuleArena):
     def base_row(self, slot: int) -> int:
         """0: rows are found through the table."""
         return 0
+
+    def base_rows(self, slots: Ints) -> Ints:
+        return np.zeros_like(slots)
 
     def _show(self, view: Show) -> None:
         """The table is all there is."""

@@ -6,9 +6,10 @@ What virtual memory does with mappings this does with copies on the device: a sl
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 
-from bladellm_runtime.kv.arena import KvShape
+from bladellm_runtime.kv.arena import Ints, KvShape
 from bladellm_runtime.kv.extents import ExtentMap, Move
 from bladellm_runtime.kv.granule_arena import GranuleArena
 from bladellm_runtime.kv.operations import Copy, Show, SwapIn, SwapOut
@@ -44,6 +45,10 @@ class RelocatingArena(GranuleArena):
 
     def base_row(self, slot: int) -> int:
         return self._extents.start(slot) * self.spec.granule_tokens
+
+    def base_rows(self, slots: Ints) -> Ints:
+        starts = [self._extents.start(slot) for slot in slots.tolist()]
+        return np.array(starts, dtype=np.int64) * self.spec.granule_tokens
 
     def close(self) -> None:
         super().close()

@@ -28,8 +28,8 @@ class ForwardBatch:
     same counted in granules (granule number * granule_tokens + place), None where layers have no table.
     decode_base_rows, decode_slots: int64 [num_decode], row of position 0 and slot; decode_kv_lens: int64 [num_decode],
     KV length after the write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R],
-    indices into T whose logits are wanted. workspace: where decode attention plans its work, None on a CPU.
-    rotation: [D, D], turns queries and keys before they are stored.
+    indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
+    on a CPU. rotation: [D, D], turns queries and keys before they are stored.
     """
 
     input_ids: torch.Tensor
@@ -42,7 +42,7 @@ class ForwardBatch:
     decode_kv_lens: torch.Tensor
     max_decode_kv_len: int
     prefills: list[PrefillRow]
-    logit_tokens: torch.Tensor
+    logit_tokens: torch.Tensor | None
     kv: KvArena
     workspace: DecodeWorkspace | None = None
     rotation: torch.Tensor | None = None

@@ -88,11 +88,13 @@ class Decoder:
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch, cos, sin)
-        if residual is not None:
-            residual = residual.index_select(0, batch.logit_tokens)
-        return self.norm.add(x.index_select(0, batch.logit_tokens), residual)[0]
+        if batch.logit_tokens is not None:
+            x = x.index_select(0, batch.logit_tokens)
+            residual = None if residual is None else residual.index_select(0, batch.logit_tokens)
+        return self.norm.add(x, residual)[0]
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab]."""
-        return self.head(hidden).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab], in `out` if given."""
+        logits = self.head(hidden)
+        return logits.float() if out is None else out.copy_(logits)

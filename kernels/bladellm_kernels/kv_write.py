@@ -13,10 +13,11 @@ def kv_write(
 ) -> None:
     """Store token t's key and value in payload row `rows[t]`, in place, with their scales where the format has them.
 
-    rows: int64 [T], distinct; k, v: [T, Hk, D] of one float type (the payload's, if unquantized), any strides but the
-    last, which is 1. granule_rows: int64 [T], the same tokens in the pool's granules, granule · granule_tokens + place;
-    needed for scales, and left out in paged memory, where they are `rows`. Touches no other row or scale. On CUDA one
-    kernel where triton is installed.
+    rows: int64 [T], distinct but for -1, which stores nothing: padding of a fixed batch. k, v: [T, Hk, D] of one float
+    type (the payload's, if unquantized), any strides but the last, which is 1. granule_rows: int64 [T], the same tokens
+    in the pool's granules, granule · granule_tokens + place, anything in padding; needed for scales, and left out in
+    paged memory, where they are `rows`. Touches no other row or scale. On CUDA one kernel where triton is installed;
+    without it padding is for the CPU only.
     """
     granule_rows = check_kv_write(kv, rows, k, v, granule_rows)
     if kv.payload.is_cuda and find_spec("triton") is not None:
@@ -33,7 +34,7 @@ def kv_write_reference(
     """`kv_write`, one vector at a time."""
     places = rows if granule_rows is None else granule_rows
     for token, (row, place) in enumerate(zip(rows.tolist(), places.tolist(), strict=True)):
-        for which, x in enumerate((k, v)):
+        for which, x in enumerate((k, v) if row >= 0 else ()):
             for head in range(kv.kv_heads):
                 if not kv.format.quantized:
                     kv.payload[row, which, head] = x[token, head]
@@ -48,6 +49,10 @@ def kv_write_by_operators(
     kv: KvLayer, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, granule_rows: torch.Tensor | None
 ) -> None:
     """`kv_write` in plain PyTorch; the arguments have been checked."""
+    if rows.device.type == "cpu" and bool((rows < 0).any()):
+        kept = rows >= 0
+        rows, k, v = rows[kept], k[kept], v[kept]
+        granule_rows = None if granule_rows is None else granule_rows[kept]
     # Not every device copies float8 by index.
     payload = kv.payload.view(torch.uint8) if kv.payload.dtype.itemsize == 1 else kv.payload
     if kv.scales is None or granule_rows is None:

@@ -201,16 +201,17 @@ def kv_write_kernel(
                                         k.dtype.element_ty, DIM_HALF, TOKENS, HEADS, HALF, HADAMARD, ROOT)
         else:
             first, second = load_halves(v, at * v_token_stride + head * v_head_stride + column, inside, DIM_HALF)
+        row = tl.load(rows + token, mask=token < tokens, other=-1)
+        stored = row >= 0
         if QUANTIZED:
             granule_row = tl.load(granule_rows + token, mask=token < tokens, other=0)
             granule = (granule_row // GRANULE * granule_stride + granule_row % GRANULE)[:, None]
             place = granule + vector[None, :] * scale_head_stride + which * scale_which_stride
-            written = (token < tokens)[:, None] & (vector < KV_HEADS)[None, :]
+            written = stored[:, None] & (vector < KV_HEADS)[None, :]
             first, second = quantized(first, second, scales, place, plane_stride, column < DIM_HALF, written,
                                       AFFINE, LOWEST, HIGHEST, OFFSET, FP8, LEAST, UNIT)
-        row = tl.load(rows + token, mask=token < tokens, other=0)[:, None, None]
-        place = row * row_stride + which * which_stride + head * head_stride + column
-        store_halves(payload, place, first, second, inside, DIM_HALF, PACKED)
+        place = row[:, None, None] * row_stride + which * which_stride + head * head_stride + column
+        store_halves(payload, place, first, second, inside & stored[:, None, None], DIM_HALF, PACKED)
 # fmt: on
 
 

@@ -61,6 +61,24 @@ def test_it_writes_its_rows_and_scales_and_nothing_else(device, dtype, layout, n
     given.untouched_but(rows, places)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_minus_one_store_nothing(device, layout, name):
+    """Padding of a fixed batch, whose K and V may be anything; a batch of nothing else included."""
+    given = memory(name, 3, 16, torch.float32, device, **layout)
+    expected = twin(given)
+    rows, places = written(given, 13)
+    k, v = (tokens_of("normal", 13, 3, 16, torch.float32, device) for _ in range(2))
+    kept = torch.rand(13, device=device) < 0.5
+    k[~kept], v[~kept] = torch.nan, torch.inf
+    kv_write_reference(expected, rows[kept], k[kept], v[kept], places[kept])
+    for here in (kept, torch.zeros_like(kept)):
+        padded = torch.where(here, rows, -1)
+        kv_write(given.kv, padded, k, v, None if given.kv.paged else torch.where(here, places, -1))
+        same_bits(given.kv, expected)
+    given.untouched_but(rows[kept], places[kept])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", QUANTIZED)

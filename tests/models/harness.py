@@ -47,12 +47,16 @@ class RowArena(KvArena):
 
     def move(self, moves) -> None: ...
 
-    def join_moves(self, stream) -> None: ...
+    def join_moves(self, stream) -> bool:
+        return False
 
     def close(self) -> None: ...
 
     def base_row(self, slot: int) -> int:
         return slot * self.spec.max_tokens
+
+    def granule_rows(self, slots, positions):
+        return slots * self.spec.max_tokens + positions
 
     def layer(self, index: int) -> KvLayer:
         return KvLayer(self.rows[:, index], NO_QUANT, self.spec.granule_tokens)

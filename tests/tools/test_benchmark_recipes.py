@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ DEMO = "recipes/models/demo"
 
 
 def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"recipes/benchmarks/{script}", DEMO, "--load_format", "auto", *flags]
+    command = [sys.executable, f"recipes/benchmarks/{script}", DEMO, *flags]
+    if script != "host_step.py":
+        command += ["--load_format", "auto"]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
@@ -42,3 +45,27 @@ def test_long_contexts_are_measured(tmp_path):
     found = json.loads((tmp_path / "long.json").read_text())
     assert [(row["context"], row["tokens"]) for row in found["rows"]] == [(50, 5), (300, 5)]
     assert all(0 < row["tbt_ms"] <= row["tbt_max_ms"] and row["ttft_s"] > 0 for row in found["rows"])
+
+
+def test_decode_steps_are_measured(tmp_path):
+    flags = ("--device", "cpu", "--batches", "1", "3", "--input", "9", "--steps", "5", "--warm", "2")
+    done = run("decode_steps.py", *flags, "--kv_cache_gib", "0.05", "--json", str(tmp_path / "steps.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert all(row["host_us"] > 0 and row["step_ms"] > 0 and row["map_wait_us"] >= 0 for row in rows)
+
+
+def test_the_host_part_of_a_step_is_measured():
+    done = run("host_step.py", "--batches", "1", "4", "--steps", "5", "--kv_cache_gib", "0.05")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[2:]] == ["| 1", "| 4"]
+
+
+def test_kernels_that_overlap_are_busy_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))
+    from decode_steps import busy_share
+
+    spans = [(40.0, 50.0), (0.0, 10.0), (5.0, 8.0), (8.0, 20.0)]
+    kernels = [SimpleNamespace(time_range=SimpleNamespace(start=start, end=end)) for start, end in spans]
+    assert busy_share(kernels) == pytest.approx(30 / 50)

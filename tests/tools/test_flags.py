@@ -45,6 +45,8 @@ def value_of(item: Flag) -> st.SearchStrategy[Any]:
         one = st.floats(item.low, item.high)
     else:
         one = words
+    if item.is_list and item.kind is int:
+        return st.lists(one, min_size=1, max_size=3, unique=True).map(sorted)
     return st.lists(one, min_size=1, max_size=3) if item.is_list else one
 
 

@@ -1,0 +1,60 @@
+"""Capturing work as CUDA graphs, and finding out what could not be captured."""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+
+import torch
+
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+"""Takes work over static tensors, and returns what repeats it on them."""
+
+
+class CudaCapture:
+    """Captures work as graphs with one memory pool: at most one may be running at a time, all on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, work: Work) -> Work:
+        """Do the work, which compiles what it needs, capture it, and do it again. Raises what CUDA or it raises."""
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+            # Other threads may map KV memory meanwhile, which the mode "global" would forbid.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with no_waiting():
+                    work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            # The first launch of a graph takes it to the device; that is not left to a request.
+            graph.replay()
+        current.wait_stream(self._stream)
+        return graph.replay
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """What would wait for the device raises `RuntimeError` before it does, which would spoil the capture."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def culprit(error: BaseException) -> str:
+    """The operator or layer in which an error arose: the innermost function of ours, as `file.function`."""
+    ours = ("bladellm_kernels", "layers", "models")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if PurePath(f.filename).parent.name in ours]
+    return f"{PurePath(frames[-1].filename).stem}.{frames[-1].name}" if frames else "the step"

@@ -1,0 +1,93 @@
+"""What a captured decode step reads: arrays that stay where they are, filled by one copy a step and padded."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bladellm_runtime.engine.host_ring import HostRing
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.scheduler.plan import StepPlan
+
+
+class DecodeArrays(NamedTuple):
+    """int64 [size] each, static device memory; a row is a sequence's newest token.
+
+    slots: where the row's token comes from and its successor goes; in padding, a slot nobody has. positions: of the
+    token. kv_rows, granule_rows: as in `ForwardBatch`, -1 in padding, which stores nothing. base_rows, table_slots:
+    what decode attention calls base rows and slots. kv_lens: with the token itself; 0 in padding, which reads nothing.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    granule_rows: Tensor
+    base_rows: Tensor
+    kv_lens: Tensor
+    table_slots: Tensor
+
+
+class DecodeInputs:
+    """The arrays of steps of up to `max_size` decode rows. One stream writes and reads them."""
+
+    def __init__(self, max_size: int, arena: KvArena) -> None:
+        fields = len(DecodeArrays._fields)
+        self.padding_slot = arena.spec.num_slots
+        """Belongs to no sequence: per-slot arrays that padding reads or writes have one place more than slots."""
+        self._arena = arena
+        layer = arena.layer(0)
+        self._tabled, self._paged = layer.table is not None, layer.paged
+        # In the order of the fields of `DecodeArrays`.
+        self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0]], dtype=np.int64)
+        self._static = torch.zeros(fields * max_size, dtype=torch.int64, device=arena.device)
+        self._host = HostRing(fields * max_size, arena.device)
+
+    def arrays(self, size: int) -> DecodeArrays:
+        """The arrays of steps that are padded to `size` rows: always the same memory."""
+        return DecodeArrays(*self._static[: len(DecodeArrays._fields) * size].view(-1, size))
+
+    def batch(self, size: int, last_token: Tensor) -> ForwardBatch:
+        """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""
+        arrays = self.arrays(size)
+        return ForwardBatch(
+            input_ids=last_token.index_select(0, arrays.slots),
+            positions=arrays.positions,
+            kv_rows=arrays.kv_rows,
+            granule_rows=arrays.granule_rows if self._tabled else None,
+            num_decode=size,
+            decode_base_rows=arrays.base_rows,
+            decode_slots=arrays.table_slots,
+            decode_kv_lens=arrays.kv_lens,
+            max_decode_kv_len=self._arena.spec.max_tokens,
+            prefills=[],
+            logit_tokens=None,
+            kv=self._arena,
+        )
+
+    def send(self, plan: StepPlan | None, size: int) -> None:
+        """Queue the upload of a plan of decode rows, padded to `size`; without a plan all of it is padding.
+
+        The memory operations of the plan must have been submitted. Never waits for the device.
+        """
+        buffer = self._host.next()
+        length = len(self._padding) * size
+        rows = 0 if plan is None else len(plan.slots)
+        host = buffer.array[:length].reshape(-1, size)
+        host[:, rows:] = self._padding
+        if plan is not None:
+            self._fill(host[:, :rows], plan)
+        self._static[:length].copy_(buffer.tensor[:length], non_blocking=True)
+        buffer.mark()
+
+    def _fill(self, host: NDArray[np.int64], plan: StepPlan) -> None:
+        """host: [fields, rows]."""
+        slots = np.array(plan.slots, dtype=np.int64)
+        positions = np.array(plan.starts, dtype=np.int64)
+        base_rows = self._arena.base_rows(slots)
+        granule_rows = self._arena.granule_rows(slots, positions) if self._tabled else np.full_like(slots, -1)
+        kv_rows = granule_rows if self._paged else base_rows + positions
+        for row, values in enumerate((slots, positions, kv_rows, granule_rows, base_rows, positions + 1, slots)):
+            host[row] = values

@@ -1,0 +1,45 @@
+"""`HostRing`: host buffers for what steps send to the device and read back, made once and used in turn."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+IN_FLIGHT = 2
+"""Steps between a launch and the reading of its result, at most."""
+
+
+class HostBuffer:
+    """int64 host memory, pinned for a CUDA device; `array` is the same memory for numpy."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.tensor = torch.zeros(length, dtype=torch.int64, pin_memory=cuda)
+        self.array: NDArray[np.int64] = self.tensor.numpy()
+        self.copied: Any = torch.cuda.Event() if cuda else None
+
+    def mark(self) -> None:
+        """Note that the copy queued last on the current stream, from or to this buffer, uses it until it is done."""
+        if self.copied is not None:
+            self.copied.record()
+
+    def wait(self) -> None:
+        """Return when that copy is done."""
+        if self.copied is not None and not self.copied.query():
+            self.copied.synchronize()
+
+
+class HostRing:
+    """As many buffers as steps are in flight, so that the next one is free when its turn comes again."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._buffers = [HostBuffer(length, device) for _ in range(IN_FLIGHT)]
+        self._turn = 0
+
+    def next(self) -> HostBuffer:
+        """The buffer whose turn it is, once its last copy is done."""
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        buffer.wait()
+        return buffer

@@ -1,0 +1,122 @@
+"""Decode steps as two replays, forward and sampling, for a few batch sizes that others are padded to."""
+
+import bisect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from bladellm_kernels.decode_work import DecodeWorkspace
+from torch import Tensor
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.captured_sampling import CapturedSampling, GreedySampling
+from bladellm_runtime.engine.cuda_capture import Capture, Work, culprit
+from bladellm_runtime.engine.decode_inputs import DecodeInputs
+from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.models.decoder import Decoder
+from bladellm_runtime.scheduler.plan import StepPlan
+
+DEFAULT_SIZES = (1, 2, 4, *range(8, 257, 8))
+
+logger = logging.getLogger(__name__)
+
+
+def graph_sizes(args: EngineArgs) -> list[int]:
+    """The batch sizes to capture, ascending; none above the slots, which no step exceeds."""
+    if args.disable_cuda_graph:
+        return []
+    largest = args.cuda_graph_max_batch_size or DEFAULT_SIZES[-1]
+    wanted = args.cuda_graph_batch_sizes or [*(size for size in DEFAULT_SIZES if size < largest), largest]
+    return sorted({min(size, args.max_running_requests) for size in wanted})
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The replays of one batch size: forward leaves logits, sampling, by stage, takes them. What changes logits goes
+    between."""
+
+    forward: Work
+    sampling: list[Work]
+
+
+class StepGraphs:
+    """Captures the decode step for each of `sizes`, and replays it for plans that fit.
+
+    A replay reads static arrays (`DecodeInputs`) and per-slot state only, so it serves every length and whatever memory
+    slots are moved to. One stream, one step after the other.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        model: Decoder,
+        arena: KvArena,
+        state: SamplingState,
+        last_token: Tensor,
+        workspace: DecodeWorkspace | None,
+        rotation: Tensor | None,
+    ) -> None:
+        """last_token: int64 [slots + 1]; the others as in `ModelRunner`."""
+        self._sizes = sorted(sizes)
+        self._graphs: dict[int, StepGraph] = {}
+        self._model = model
+        self._last_token = last_token
+        self._workspace = workspace
+        self._rotation = rotation
+        self.inputs = DecodeInputs(self._sizes[-1], arena)
+        self.sampling: CapturedSampling = GreedySampling(state, last_token, self._sizes[-1])
+        self.logits = torch.zeros(self._sizes[-1], state.vocab_size, dtype=torch.float32, device=arena.device)
+        """float32 [largest size, vocabulary], what `forward` leaves and sampling may overwrite."""
+
+    @torch.inference_mode()
+    def capture_all(self, capture: Capture) -> bool:
+        """Capture every size, the largest first: smaller ones fit into its memory.
+
+        False, with a warning that names the operator, where one of them cannot be captured.
+        """
+        try:
+            for size in reversed(self._sizes):
+                logger.info("caching graph of graph_batch_size=%d", size)
+                self.inputs.send(None, size)
+                self._graphs[size] = self._capture(size, capture)
+        except RuntimeError as error:
+            logger.warning("decode steps run without CUDA graphs: %s cannot be captured (%s)", culprit(error), error)
+            self._graphs.clear()
+        return bool(self._graphs)
+
+    def size_for(self, plan: StepPlan) -> int | None:
+        """The captured size for a plan; None where it has prefill chunks or more rows than any size."""
+        rows = len(plan.slots)
+        if plan.num_decode < rows or rows > self._sizes[-1]:
+            return None
+        return self._sizes[bisect.bisect_left(self._sizes, rows)]
+
+    def forward(self, plan: StepPlan, size: int) -> Tensor:
+        """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `logits`."""
+        self._graphs[size].forward()
+        return self.logits[: len(plan.slots)]
+
+    def sampling_stage(self, plan: StepPlan) -> int | None:
+        """The stage of `sample` for a plan; None where its logits are to be sampled eagerly."""
+        return self.sampling.stage(np.array(plan.slots, dtype=np.int64))
+
+    def sample(self, plan: StepPlan, size: int, stage: int) -> Tensor:
+        """Queue the captured sampling, which also hands the tokens to the next step. Returns them, int64 [rows], in
+        memory that the next step writes to: to be copied away before that samples."""
+        self._graphs[size].sampling[stage]()
+        return self.sampling.tokens[: len(plan.slots)]
+
+    def _capture(self, size: int, capture: Capture) -> StepGraph:
+        arrays, logits = self.inputs.arrays(size), self.logits[:size]
+
+        def forward() -> None:
+            batch = self.inputs.batch(size, self._last_token)
+            batch.workspace, batch.rotation = self._workspace, self._rotation
+            self._model.logits(self._model.forward(batch), out=logits)
+
+        samplings = [partial(self.sampling.sample, stage, logits, arrays) for stage in range(self.sampling.stages)]
+        return StepGraph(capture(forward), [capture(sampling) for sampling in samplings])

@@ -1,0 +1,162 @@
+"""Time of a decode step by batch size, and what the GPU does in it: `python recipes/benchmarks/decode_steps.py MODEL`.
+
+Runs the engine in this process. With `--load_format dummy`, the default, only a model folder's config is needed.
+`host` is the median of what the CPU does for a step, waiting for the device left out; `map wait` the longest that a
+launch waited for KV memory. Neither costs anything while the GPU runs the step before: `late` counts the steps
+launched after it had. With `--trace` a profiler runs over some more steps: idle is the share of the time in which no
+kernel ran.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_timing import Clocks, Lateness, finish, start_decoding, watch_steps
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine.build import Engine, build_engine
+
+TARGETS = {
+    1: (3.52, 4.86, 4.15), 8: (3.65, 5.13, 4.35), 32: (4.07, 5.69, 4.9), 64: (4.63, 6.74, 5.6),
+    128: (5.77, 8.66, 7.2), 256: (9.36, 13.8, 11.5),
+}  # fmt: skip
+"""Milliseconds by batch of the Llama-3.1-8B shape in bf16 on one H200, 512 tokens in: floor, vLLM, ours at least."""
+HOST_PARTS = ("plan", "launch", "complete")
+
+
+def measure(
+    engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.Namespace, batch: int
+) -> dict[str, float]:
+    """Milliseconds a step, and microseconds of the host, of `batch` requests that all decode."""
+    memory = engine.arena.stats
+    start_decoding(engine, batch, args.input, args.steps + args.traced + 200, args.seed, temperature=args.temperature)
+    run_steps(engine, args.warm)
+    clocks.reset()
+    lateness.late.clear()
+    memory.trace(args.steps + 8)
+    seconds = run_steps(engine, args.steps)
+    waits = [event.end - event.start for event in memory.events if event.kind == "wait"]
+    memory.trace(0)
+    found = {
+        "batch": batch,
+        "step_ms": 1e3 * seconds / args.steps,
+        "host_us": sum(clocks.microseconds(part) for part in HOST_PARTS),
+        "map_wait_us": 1e6 * max(waits, default=0.0),
+        "late": sum(lateness.late),
+    } | {f"{name}_us": clocks.microseconds(name) for name in ("plan", "inputs", "launch", "complete")}
+    if args.trace:
+        found |= trace(engine, args, batch)
+    finish(engine.core, batch)
+    return found
+
+
+def run_steps(engine: Engine, steps: int) -> float:
+    """Seconds of so many steps, of which all results are in."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.core.step()
+    return time.perf_counter() - start
+
+
+def trace(engine: Engine, args: argparse.Namespace, batch: int) -> dict[str, float]:
+    """Idle share of the device over `args.traced` steps; writes the kernels by time to `args.trace`."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run_steps(engine, args.traced)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    events = profiler.events() or []
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
+    if not kernels:
+        return {}
+    steps = args.traced
+    lines = [f"## batch {batch}: {busy_share(kernels):.2%} busy, {len(kernels) / steps:.0f} kernels a step", ""]
+    lines += ["| kernel | calls a step | µs a step |", "| --- | --- | --- |"]
+    totals: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        totals[kernel.name].append(kernel.time_range.elapsed_us())
+    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
+        lines.append(f"| `{name[:90]}` | {len(times) / steps:.1f} | {sum(times) / steps:.1f} |")
+    with args.trace.open("a") as file:
+        file.write("\n".join(lines) + "\n\n")
+    return {"idle_share": 1 - busy_share(kernels), "kernels": len(kernels) / steps}
+
+
+def busy_share(kernels: list[FunctionEvent]) -> float:
+    """Of the time from the first kernel's start to the last one's end: some overlap where launches are dependent."""
+    spans = sorted((kernel.time_range.start, kernel.time_range.end) for kernel in kernels)
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / max(reached - spans[0][0], 1e-9)
+
+
+def report(found: dict[str, float], shown: bool) -> str:
+    """A row of the table; shown: with the targets, which are for one shape."""
+    floor, peer, least = TARGETS.get(int(found["batch"]), ("",) * 3) if shown else ("",) * 3
+    idle = f"{found['idle_share']:.2%}" if "idle_share" in found else ""
+    step = (
+        f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f} | {found['late']:.0f} | {idle}"
+    )
+    return f"| {found['batch']} | {floor} | {peer} | {least} | {step} |"
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    tokens = args.input + args.steps + args.traced + args.warm + 264
+    engine = build_engine(
+        EngineArgs(
+            model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
+            max_model_len=tokens, max_running_requests=max(args.batches), kv_cache_quant=args.kv_cache_quant,
+            attn_cls=args.attn_cls, kv_cache_gib=args.kv_cache_gib, disable_cuda_graph=args.disable_cuda_graph,
+            disable_overlap=args.disable_overlap, disable_prompt_cache=True,
+            max_gpu_memory_utilization=args.max_gpu_memory_utilization,
+        )
+    )  # fmt: skip
+    phases = {name: round(seconds, 2) for name, seconds in engine.ready.phases}
+    memory = {name: round(size / GIB, 2) for name, size in engine.ready.memory}
+    print(f"seconds {phases}; GiB {memory}", flush=True)
+    print("| batch | floor ms | vLLM | at least | step ms | host µs | map wait µs | late | idle |\n|" + " --- |" * 9)
+    clocks, lateness, rows = watch_steps(engine.core), Lateness(engine.core._runner), []
+    for batch in args.batches:
+        rows.append(measure(engine, clocks, lateness, args, batch))
+        print(report(rows[-1], not args.no_targets), flush=True)
+    engine.core.close()
+    return {"phases": phases, "memory_gib": memory, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="model folder")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--input", type=int, default=512, help="prompt tokens of a request")
+    parser.add_argument("--steps", type=int, default=100, help="steps timed a batch size")
+    parser.add_argument("--warm", type=int, default=10, help="steps before those")
+    parser.add_argument("--trace", type=Path, help="file for the kernels by time, written anew")
+    parser.add_argument("--traced", type=int, default=20, help="steps of the trace")
+    parser.add_argument("--kernels", type=int, default=25, help="kernels listed")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--kv_cache_gib", type=float)
+    parser.add_argument("--max_gpu_memory_utilization", type=float, default=0.9)
+    for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy"),
+                          ("attn_cls", "ragged_flash"), ("kv_cache_quant", "no_quant")):  # fmt: skip
+        parser.add_argument(f"--{name}", default=default)
+    for switch in ("disable_cuda_graph", "disable_overlap", "no_targets"):
+        parser.add_argument(f"--{switch}", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.trace:
+        args.trace.write_text("")
+    found = run(args)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

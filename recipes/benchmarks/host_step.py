@@ -1,0 +1,62 @@
+"""What the host does for a decode step, in microseconds, with replays that do nothing: `host_step.py [MODEL]`.
+
+The model only has to load; its work is captured and never repeated, so that planning, packing, uploading and reading
+are all that is left, one step at a time. Medians: `launch` includes `inputs`; `collect` is reading the result and, on a
+CPU, waiting for the thread that launches; `step` is all of it.
+"""
+
+import argparse
+from pathlib import Path
+
+from step_timing import finish, start_decoding, watch_steps
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.cuda_capture import Work
+
+DEMO = Path(__file__).parents[1] / "models" / "demo"
+PARTS = ("plan", "inputs", "launch", "collect", "complete", "step")
+
+
+def null_capture(work: Work) -> Work:
+    """Do the work once, and nothing at every replay."""
+    work()
+    return lambda: None
+
+
+def build(args: argparse.Namespace) -> Engine:
+    return build_engine(
+        EngineArgs(
+            model=args.model, device="cpu", kv_cache_gib=args.kv_cache_gib, max_running_requests=max(args.batches),
+            disable_overlap=True,
+            cuda_graph_batch_sizes=sorted(args.batches), kv_cache_quant=args.kv_cache_quant, attn_cls=args.attn_cls,
+        ),
+        null_capture,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default=str(DEMO))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kv_cache_gib", type=float, default=0.5)
+    parser.add_argument("--kv_cache_quant", default="no_quant")
+    parser.add_argument("--attn_cls", default="ragged_flash")
+    args = parser.parse_args()
+    engine = build(args)
+    clocks = watch_steps(engine.core)
+    clocks.watch(engine.core, "step", "step")
+    print(f"| batch | {' | '.join(PARTS)} |\n|{' --- |' * (len(PARTS) + 1)}")
+    for batch in args.batches:
+        start_decoding(engine, batch, 8, args.steps + 50, seed=0)
+        clocks.reset()
+        for _ in range(args.steps):
+            engine.core.step()
+        print(f"| {batch} | {' | '.join(f'{clocks.microseconds(part):.0f}' for part in PARTS)} |")
+        finish(engine.core, batch)
+    engine.core.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Where the host's time of a step goes: methods of an engine wrapped by clocks."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from bladellm_runtime.engine.build import Engine
+from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.wire.messages import AddRequest
+
+
+class Clocks:
+    """Seconds in each watched method, by name, since the last `reset`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Count calls of `owner.method` under `name`."""
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*args)
+            self.seconds[name].append(time.perf_counter() - start)
+            return result
+
+        setattr(owner, method, timed)
+
+    def reset(self) -> None:
+        self.seconds.clear()
+
+    def microseconds(self, name: str) -> float:
+        """The median of a call; 0 without calls."""
+        return 1e6 * float(np.median(self.seconds[name])) if self.seconds[name] else 0.0
+
+
+def watch_steps(core: EngineCore) -> Clocks:
+    """The clocks of an engine's steps: plan, launch (on a CPU the work itself), of it inputs; wait, read, complete."""
+    clocks = Clocks()
+    scheduler, runner = core._scheduler, core._runner
+    clocks.watch(scheduler, "plan", "plan")
+    clocks.watch(scheduler, "complete", "complete")
+    clocks.watch(runner, "_run", "launch")
+    clocks.watch(runner, "collect", "collect")
+    if runner._graphs is not None:
+        clocks.watch(runner._graphs.inputs, "send", "inputs")
+    return clocks
+
+
+class Lateness:
+    """Whether the device had already done the step before when a step's launch was over: it had nothing to do then."""
+
+    def __init__(self, runner: Any) -> None:
+        self.late: list[bool] = []
+        self._launch = runner.launch
+        self._last: Any = None
+        runner.launch = self._watched
+
+    def _watched(self, plan: Any) -> Any:
+        step = self._launch(plan)
+        before = getattr(self._last, "done", None)
+        if isinstance(before, torch.cuda.Event):
+            self.late.append(before.query())
+        self._last = step
+        return step
+
+
+def start_decoding(engine: Engine, batch: int, prompt_len: int, tokens: int, seed: int, **sampling: Any) -> None:
+    """Add `batch` requests of random prompts that never end early, and step until all of them decode."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(**({"temperature": 0.0} | sampling), max_tokens=tokens, ignore_eos=True, seed=seed)
+    for index in range(batch):
+        prompt = rng.integers(0, engine.ready.vocab_size, prompt_len).tolist()
+        engine.core.add(AddRequest(index, prompt, params, 0, time.monotonic()))
+    first: set[int] = set()
+    while len(first) < batch:
+        first.update(delta.request_id for delta in engine.core.step() if delta.tokens)
+
+
+def finish(core: EngineCore, batch: int) -> None:
+    """End the requests of `start_decoding`."""
+    core.abort(range(batch))
+    while not core.idle:
+        core.step()

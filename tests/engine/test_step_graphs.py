@@ -1,0 +1,196 @@
+"""Captured decode steps: padding, static arrays and per-slot feedback change no token and touch nobody's memory."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.engine.step_graphs import StepGraphs
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.plan import StepPlan
+from bladellm_runtime.wire.messages import AddRequest
+from tests.engine import reference
+from tests.engine.captured import Again, captured_llm
+from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
+from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
+
+FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+}
+PROMPTS = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
+
+
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("no overlap", "relocating", "chunks of 7")]
+
+
+@pytest.mark.parametrize("way", ["overlap", "paged", *SLOW])
+def test_tokens_are_those_of_transformers(demo_model, way):
+    """16 requests in 11 slots, ending one by one: batches of every size from 11 down, some above the largest graph."""
+    capture = Again()
+    options = {"max_running_requests": 11, "cuda_graph_batch_sizes": [1, 4, 9], "kv_cache_gib": 0.25, **WAYS[way]}
+    with captured_llm(str(demo_model), capture, dtype="float32", device="cpu", **options) as llm:
+        params = [greedy_params() for _ in PROMPTS]
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+        assert 0 < capture.replays < 2 * llm.stats().steps
+    assert_equal(demo_model, PROMPTS, found)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_quant": format, "kv_cache_gib": 0.1}
+    found = []
+    for sizes in ({"disable_cuda_graph": True}, {"cuda_graph_batch_sizes": [3, 16]}):
+        with captured_llm(str(demo_model), capture := Again(), **options, **sizes) as llm:
+            # The second time prompts are found in the cache.
+            for _ in range(2):
+                found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS[:7], params)])
+        assert (capture.replays > 0) == ("cuda_graph_batch_sizes" in sizes)
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
+    """Logits equal the eager ones although the memory around is NaN, and only the rows' own places are written."""
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    model = load_tiny(tmp_path)
+    eager, captured = Sequences(model, slots=6), Sequences(model, slots=6)
+    prompts = {slot: random_prompt(length) for slot, length in ((4, 23), (0, 1), (2, 12))}
+    for sequences in (eager, captured):
+        sequences.step(list(prompts.items()))
+    state = SamplingState(6, model.spec.vocab_size, [], torch.device("cpu"))
+    last_token = torch.zeros(7, dtype=torch.int64)
+    graphs = StepGraphs([2, 5], model, captured.arena, state, last_token, None, None)
+    capture = Again()
+    assert graphs.capture_all(capture)
+    capture.before = lambda: graphs.logits.fill_(torch.nan)
+    for step in range(12):
+        slots = random.sample([4, 0, 2], 3 if step % 2 else 2)
+        tokens = [random_prompt(1) for _ in slots]
+        expected = torch.cat(eager.step(list(zip(slots, tokens, strict=True))))
+        before, starts = captured.arena.rows.clone(), [captured.lengths[slot] for slot in slots]
+        last_token[slots] = torch.tensor(tokens).flatten()
+        last_token[6] = random_prompt(1)[0]
+        plan = StepPlan(step, slots=slots, starts=starts, query_lens=[1] * len(slots), num_decode=len(slots))
+        size = graphs.size_for(plan)
+        assert size == (5 if len(slots) == 3 else 2)
+        with torch.inference_mode():
+            graphs.inputs._static.fill_(2**40)
+            graphs.inputs.send(plan, size)
+            found = graphs.forward(plan, size)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        written = torch.tensor([captured.arena.base_row(s) + p for s, p in zip(slots, starts, strict=True)])
+        before[written] = captured.arena.rows[written]
+        assert torch.equal(captured.arena.rows.view(torch.int32), before.view(torch.int32))
+        for slot in slots:
+            captured.lengths[slot] += 1
+
+
+def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddRequest]:
+    """Greedy ones, and ones that the captured sampling does not cover; beginnings are shared."""
+    shared = [rng.randrange(vocab) for _ in range(40)]
+    ways = [{"temperature": 0.0}] * 4 + [
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+        {"temperature": 0.0, "logit_bias": {7: 2.0}, "min_tokens": 5},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    requests = []
+    for index in range(count):
+        prompt = shared[: rng.choice((0, 20, 40))] + [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
+        params = SamplingParams(max_tokens=rng.choice((5, 12, 70)), seed=index, ignore_eos=True, **rng.choice(ways))
+        requests.append(AddRequest(index, prompt, params, 0, time.monotonic()))
+    return requests
+
+
+def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tuple[dict[int, list[int]], set[int]]:
+    """Tokens by request, and which were aborted: arrivals and aborts come between steps as chance has it."""
+    core, waiting, aborted = engine.core, list(requests), set()
+    tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    while waiting or not core.idle:
+        deltas = []
+        while waiting and rng.random() < 0.7:
+            deltas += core.add(waiting.pop(0))
+        if rng.random() < 0.05:
+            aborted.add(victim := rng.randrange(len(requests) - len(waiting) + 1))
+            deltas += core.abort([victim])
+        for delta in deltas + core.step():
+            tokens[delta.request_id] += delta.tokens
+    core.check()
+    return tokens, aborted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
+        {"attn_cls": "paged", "kv_cache_quant": "int8"},
+        pytest.param({"kv_arena": "relocating", "disable_overlap": True}, marks=pytest.mark.slow),
+        pytest.param({"kv_cache_quant": "fp8_e4m3", "prefill_chunk_tokens": 7}, marks=pytest.mark.slow),
+    ],
+)
+def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
+    """Arrivals, aborts, preemption, prefix hits; what padding could leave behind is poisoned before every replay."""
+    rng = random.Random()
+    sizes = {"cuda_graph_batch_sizes": [2, 3, 6]}
+    shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
+    factor = 0.3 if "kv_cache_quant" in options else 1
+    gib = 190 * token_bytes(demo_model) * factor / GIB
+    requests, found, preemptions = None, [], 0
+    for way in (sizes, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
+        capture = Again()
+        args = {"kv_cache_gib": gib} | shape | options | way
+        engine = build_engine(EngineArgs(model=str(demo_model), **args), capture)
+        requests = requests or random_requests(rng, 30, engine.ready.vocab_size)
+        graphs = engine.core._runner._graphs
+        assert (graphs is not None) == (way is sizes)
+        if graphs is not None:
+            poison(capture, graphs)
+        found.append(drive(engine, requests, rng))
+        preemptions += engine.core.stats(time.monotonic()).preemptions
+        assert (capture.replays > 50) == (graphs is not None)
+        engine.core.close()
+    assert preemptions > 0
+    (tokens, aborted), (expected, missing) = found
+    for request in requests:
+        one, other = tokens[request.request_id], expected[request.request_id]
+        length = min(len(one), len(other))
+        assert one[:length] == other[:length], (request, options)
+        assert len(one) == len(other) or request.request_id in aborted | missing
+
+
+def poison(capture: Again, graphs: StepGraphs) -> None:
+    """Before a replay the padding slot holds any token, and the sampled tokens of the last step none; before a forward
+    pass, the logits are NaN and the arrays were far outside of everything until they were sent."""
+    send = graphs.inputs.send
+
+    def before() -> None:
+        graphs._last_token[-1] = random.randrange(graphs.logits.shape[1])
+        graphs.sampling.tokens.fill_(-7)
+
+    def poisoned_send(plan, size) -> None:
+        graphs.inputs._static.fill_(2**40)
+        graphs.logits.fill_(torch.nan)
+        send(plan, size)
+
+    capture.before, graphs.inputs.send = before, poisoned_send
+
+
+def test_captured_and_eager_steps_take_turns(demo_model):
+    """Few slots and short steps: mixed steps are eager, and hand their tokens to captured ones and back."""
+    options = {"max_running_requests": 3, "ragged_flash_max_batch_tokens": 16, "cuda_graph_batch_sizes": [2]}
+    with captured_llm(
+        str(demo_model), capture := Again(), dtype="float32", device="cpu", kv_cache_gib=0.1, **options
+    ) as llm:
+        outputs = llm.generate(PROMPTS[:7], greedy_params())
+        assert 0 < capture.replays < 2 * llm.stats().steps
+    assert_equal(demo_model, PROMPTS[:7], [output.outputs[0].token_ids for output in outputs])

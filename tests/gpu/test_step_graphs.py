@@ -1,0 +1,98 @@
+"""CUDA graphs on the device: the tokens of eager steps, close logits in bf16, and nothing launched in between."""
+
+import logging
+
+import pytest
+import torch
+
+from bladellm_runtime import LLM, SamplingParams
+from tests.engine import reference
+from tests.engine.test_equality import assert_equal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(13)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+SIZES = {"cuda_graph_batch_sizes": [1, 2, 5, 9], "max_running_requests": 11}
+WAYS = {
+    "ragged": {},
+    "no overlap": {"disable_overlap": True},
+    "relocating": {"kv_arena": "relocating"},
+    "paged": {"attn_cls": "paged"},
+    "int8": {"kv_cache_quant": "int8"},
+    "int4": {"kv_cache_quant": "int4"},
+    "int8 affine, paged": {"kv_cache_quant": "int8_affine", "attn_cls": "paged"},
+    "int4 affine, chunks": {"kv_cache_quant": "int4_affine", "prefill_chunk_tokens": 7},
+    "fp8 e4m3": {"kv_cache_quant": "fp8_e4m3"},
+    "fp8 e5m2": {"kv_cache_quant": "fp8_e5m2"},
+}
+
+
+def tokens_of(model, **options) -> list[list[int]]:
+    """Twice, the second time with prompts from the cache."""
+    with LLM(str(model), device="cuda", dtype="float32", kv_cache_gib=0.5, **options) as llm:
+        graphs = llm._engine.core._runner._graphs
+        assert (graphs is None) == ("disable_cuda_graph" in options)
+        outputs = llm.generate(PROMPTS, GREEDY) + llm.generate(PROMPTS, GREEDY)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_change_no_token(demo_model, way, caplog):
+    options = WAYS[way]
+    with caplog.at_level(logging.WARNING):
+        found = tokens_of(demo_model, **SIZES, **options)
+    assert "cannot be captured" not in caplog.text
+    assert found == tokens_of(demo_model, disable_cuda_graph=True, max_running_requests=11, **options)
+    if "kv_cache_quant" not in options:
+        assert_equal(demo_model, PROMPTS * 2, found)
+
+
+@pytest.mark.parametrize("names", [["greedy"], ["random"], ["greedy", "random", "penalised", "biased", "scored"]])
+def test_captured_and_eager_sampling_mix(demo_model, names):
+    kinds = {
+        "greedy": GREEDY,
+        "random": SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True),
+        "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=30, ignore_eos=True),
+        "biased": SamplingParams(temperature=0.0, logit_bias={7: 4.0}, max_tokens=20, min_tokens=9),
+        "scored": SamplingParams(temperature=0.0, logprobs=3, max_tokens=50, ignore_eos=True),
+    }
+    params = [kinds[names[index % len(names)]] for index in range(len(PROMPTS))]
+    found = []
+    for options in (SIZES, {"disable_cuda_graph": True, "max_running_requests": 11}):
+        with LLM(str(demo_model), device="cuda", dtype="float32", kv_cache_gib=0.5, **options) as llm:
+            found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)])
+    assert found[0] == found[1]
+
+
+def test_logits_in_bf16_are_close(demo_model):
+    """Log-probabilities of the same tokens, up to the first that differs, where two are nearly equal."""
+    params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=48, ignore_eos=True)
+    found = []
+    for options in (SIZES, {"disable_cuda_graph": True, "max_running_requests": 11}):
+        with LLM(str(demo_model), device="cuda", dtype="bfloat16", kv_cache_gib=0.5, **options) as llm:
+            found.append([output.outputs[0] for output in llm.generate(PROMPTS, params)])
+    compared = 0
+    for one, other in zip(*found, strict=True):
+        for index, (entry, expected) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
+            if one.token_ids[index] != other.token_ids[index]:
+                break
+            assert abs(entry.logprobs[0] - expected.logprobs[0]) < 0.1
+            compared += 1
+    assert compared > 24 * len(PROMPTS)
+
+
+def test_default_graphs_share_their_memory(demo_model):
+    """36 batch sizes, captured before ready, take little more than the largest one's logits."""
+    options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 0.5}
+    used = []
+    for disabled in (True, False):
+        with LLM(str(demo_model), disable_cuda_graph=disabled, **options) as llm:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            used.append(total - free)
+            assert [name for name, _ in llm.ready.phases if "graphs" in name]
+    assert used[1] - used[0] < 1 << 30
