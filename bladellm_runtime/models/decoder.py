@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from bladellm_kernels.widen import widen
 
 from bladellm_runtime.layers.attention import Attention, AttentionShape
 from bladellm_runtime.layers.batch import ForwardBatch
@@ -88,11 +89,9 @@ class Decoder:
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch, cos, sin)
-        if residual is not None:
-            residual = residual.index_select(0, batch.logit_tokens)
-        return self.norm.add(x.index_select(0, batch.logit_tokens), residual)[0]
+        return self.norm.gather(x, residual, batch.logit_tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab]."""
-        return self.head(hidden).float()
+        return widen(self.head(hidden))

@@ -14,9 +14,10 @@ from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import dequantize_kv
 from bladellm_kernels.kv_write import kv_write_reference
 from bladellm_kernels.rotary import rotary_reference, rotary_tables
-from bladellm_kernels.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write, rotary_kv_write_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, memory, numbers
 from tests.kernels.test_kv_write import LAYOUTS, same_bits, tokens_of, twin, written
 
@@ -183,7 +184,7 @@ def interpreted_rotary() -> None:
                 matrix = hadamard_matrix(dim, dtype) if rotate else None
                 tables = rotary_tables(*parts["angles"])
                 out = torch.full((5, 8, dim), torch.nan, dtype=dtype)
-                launch_rotary_kv_write(q, k, v, *tables, given.kv, rows, places, matrix, out[:, 1:7])
+                launch_rotary_kv_write(q, k, v, None, *tables, given.kv, rows, places, matrix, out[:, 1:7])
                 expected_q = rotary_kv_write_reference(q, k, v, *tables, expected, rows, places, rotate=matrix)
                 assert_close(out[:, 1:7], expected_q.float(), dtype)
                 assert out[:, 0].isnan().all()
@@ -213,30 +214,23 @@ def test_the_kernel_gives_the_same_interpreted():
     assert done.returncode == 0, done.stderr
 
 
-POINTERS = {"no_quant": "bf16", "int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-
-
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["no_quant", "int8", "int4_affine", "fp8_e4m3"])
 def test_the_kernel_compiles_for_hopper(name, dim, rotate):
-    triton = pytest.importorskip("triton")
-    from bladellm_kernels import kv_write_triton as kernels
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    pytest.importorskip("triton")
+    from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
-    kv = memory(name, 8, dim, torch.bfloat16, "cpu").kv
-    constants = kernels.constants_of(kv, 32, rotate, kernels.TILE_NUMBERS)
-    types = dict.fromkeys(("q", "k", "v", "hadamard", "out"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
-    types |= {"payload": "*" + POINTERS.get(name, "u8"), "scales": "*fp16", "rows": "*i64", "granule_rows": "*i64"}
-    names = kernels.kv_write_kernel.arg_names
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if name not in constants and name != "tokens"]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(kernels.kv_write_kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": kernels.HADAMARD_WARPS if rotate else kernels.WARPS, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    text = compiled.asm["ptx"]
+    dtype = torch.bfloat16
+    kv = memory(name, 8, dim, dtype, "cpu").kv
+    parts = problem(3, 32, 8, dim, dtype, "cpu")
+    norms = HeadNorms(torch.ones(dim, dtype=dtype), torch.ones(dim, dtype=dtype), 1e-6) if dim == 128 else None
+    tables, rows = rotary_tables(*parts["angles"]), torch.arange(3)
+    matrix = hadamard_matrix(dim, dtype) if rotate else None
+    q, k, v = (parts[part] for part in "qkv")
+    with compiled_launches() as compiled:
+        launch_rotary_kv_write(q, k, v, norms, *tables, kv, rows, rows, matrix, torch.empty_like(q))
+    text = compiled["kv_write_kernel"].asm["ptx"]
     assert "sm_90" in text
     assert "st.global.v4" in text
     assert "st.global.b8" not in text
@@ -245,13 +239,5 @@ def test_the_kernel_compiles_for_hopper(name, dim, rotate):
     assert "div.full" not in text, "an approximate division gives other codes than the CPU"
     assert "fma.rn.f32" not in text, "a fused product gives other codes than the CPU"
     assert ".ftz" not in text, "subnormal numbers are numbers"
-    assert spilled(compiled.asm["ptx"]) == 0
-
-
-def spilled(ptx: str) -> int:
-    """Bytes of registers that the assembler puts into memory."""
-    triton = pytest.importorskip("triton")
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    line = [str(assembler), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
-    report = subprocess.run(line, input=ptx, capture_output=True, text=True, check=True).stderr
-    return sum(int(part.split()[-1]) for part in report.split(" bytes spill stores")[:-1])
+    assert waits_before_it_writes(text)
+    assert spilled(text) == 0
