@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can be used; apart from them, since importing triton takes long and not every host has it."""
+"""Whether the Triton kernels can be used; apart from them, since not every host has triton and importing it is slow."""
 
 from functools import cache
 from importlib.util import find_spec

@@ -12,8 +12,9 @@ def kv_write(
 ) -> None:
     """Store token t's key and value in payload row `rows[t]`, in place, with their scales where the format has them.
 
-    rows: int64 [T], distinct, or negative for tokens that are not stored (padding of a captured step); k, v: [T, Hk, D] of one float type (the payload's, if unquantized), any strides but the
-    last, which is 1. granule_rows: int64 [T], the same tokens in the pool's granules, granule · granule_tokens + place;
+    rows: int64 [T], contiguous, distinct, or negative for tokens that are not stored (padding of a captured step).
+    k, v: [T, Hk, D] of one float type (the payload's, if unquantized), any strides but the last, which is 1.
+    granule_rows: int64 [T], contiguous, the same tokens in the pool's granules, granule · granule_tokens + place;
     needed for scales, and left out in paged memory, where they are `rows`. Touches no other row or scale. On CUDA one
     kernel where triton is installed.
     """

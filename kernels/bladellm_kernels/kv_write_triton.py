@@ -129,8 +129,7 @@ def head_normed(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Both halves by the RMS norm of their head, rounded to `dtype`; float32 [TOKENS, HEADS, HALF]."""
     squares = tl.sum(first * first + second * second, axis=2)
-    root = tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, 2 * DIM_HALF, tl.float32)) + eps)
-    inverse = tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), root)[:, :, None]
+    inverse = tl.rsqrt(squares * (0.5 / DIM_HALF) + eps)[:, :, None]
     low, high = (first * inverse * low_factor).to(dtype), (second * inverse * high_factor).to(dtype)
     return low.to(tl.float32), high.to(tl.float32)
 

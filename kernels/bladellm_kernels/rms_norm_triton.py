@@ -8,6 +8,7 @@ from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for
 from bladellm_kernels.row_codes_triton import store_row_codes
 from bladellm_kernels.row_schedule import FEW_ROWS, row_schedule
 
+
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def rms_norm_kernel(
@@ -36,7 +37,7 @@ def rms_norm_kernel(
         row = rounded.to(tl.float32)
         if total is not None:
             tl.store(total + target * total_stride + column, rounded, mask=inside)
-    row = row * (1.0 / tl.sqrt_rn(tl.sum(row * row, axis=0) / N + eps)) * factor
+    row = row * tl.rsqrt(tl.sum(row * row, axis=0) / N + eps) * factor
     normed = row.to(x.dtype.element_ty)
     place = out + target * out_stride
     if scales is not None:

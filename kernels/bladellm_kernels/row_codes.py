@@ -11,9 +11,9 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def row_codes(x: torch.Tensor, code_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row divided by its scale and rounded, halves to even.
 
-    x: [..., N] of a float type; code_type: torch.int8 or torch.float8_e4m3fn. Returns codes [..., N] and scales, float32
-    [..., 1]: a row's largest magnitude / 127 or / 448, at least the least normal number. Raises ValueError for other
-    code types.
+    x: [..., N] of a float type; code_type: torch.int8 or torch.float8_e4m3fn. Returns codes [..., N] and scales,
+    float32 [..., 1]: a row's largest magnitude / 127 or / 448, at least the least normal number. Raises ValueError for
+    other code types.
     """
     largest = check_code_type(code_type)
     wide = x.float()

@@ -27,11 +27,14 @@ def store_row_codes(
     scale = tl.div_rn(peak, LARGEST + tl.zeros_like(peak))
     scale = tl.where(scale < _TINY, _TINY, scale)
     tl.store(scale_at, scale)
-    steps = tl.div_rn(row, scale + tl.zeros_like(row))
+    # Correctly rounded quotients by one division: what a product with the reciprocal leaves is divided once more.
+    inverse = tl.div_rn(1.0 + tl.zeros_like(scale), scale)
+    steps = row * inverse
+    steps = tl.fma(tl.fma(-steps, scale + tl.zeros_like(row), row), inverse + tl.zeros_like(row), steps)
     if codes.dtype.element_ty == tl.int8:
-        # Floats near 1.5 · 2^23 are whole numbers: adding rounds, halves to even.
-        steps = (steps + 12582912.0) - 12582912.0
+        # Floats near 1.5 · 2^23 are whole numbers: adding rounds, halves to even, and leaves the code in the low byte.
+        tl.store(codes + column, (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=inside)
     else:
         steps = tl.where(steps > LARGEST, LARGEST, tl.where(steps < -LARGEST, -LARGEST, steps))
         steps = nearest_float8(steps, 2.0**-6, 1.5 * 2**20)
-    tl.store(codes + column, steps.to(codes.dtype.element_ty), mask=inside)
+        tl.store(codes + column, steps.to(codes.dtype.element_ty), mask=inside)
