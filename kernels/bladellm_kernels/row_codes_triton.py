@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bladellm_kernels.kv_write_triton import nearest_float8
+from bladellm_kernels.kv_quantize_triton import nearest_float8
 
 _TINY = tl.constexpr(2.0**-126)
 """The least normal float32."""
