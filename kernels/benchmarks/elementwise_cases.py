@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -75,13 +76,17 @@ def _gate_up(sizes: Sizes) -> Sequence[Tensor]:
     return _random(sizes, sizes.rows, 2 * sizes.intermediate), out
 
 
+@cache
+def _table(vocab: int, hidden: int, device: torch.device) -> Tensor:
+    """One for all inputs: it is larger than any cache."""
+    return torch.randn(vocab, hidden, device=device, dtype=DTYPE)
+
+
 def _tokens(sizes: Sizes) -> Sequence[Tensor]:
+    """ids by slot, table, slots, a result."""
     ids = torch.randint(0, sizes.vocab, (sizes.rows,), device=sizes.device)
-    table = _TABLES.setdefault(sizes.device, _random(sizes, sizes.vocab, sizes.hidden))
-    return ids, table, torch.randperm(sizes.rows, device=sizes.device), torch.empty_like(table[: sizes.rows])
-
-
-_TABLES: dict[torch.device, Tensor] = {}
+    out = torch.full((sizes.rows, sizes.hidden), torch.nan, device=sizes.device, dtype=DTYPE)
+    return ids, _table(sizes.vocab, sizes.hidden, sizes.device), torch.randperm(sizes.rows, device=sizes.device), out
 
 
 def _logits(sizes: Sizes) -> Sequence[Tensor]:
