@@ -182,39 +182,42 @@ def _eager_gather(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, inde
     return (F.rms_norm(total, weight.shape, weight, EPS),)
 
 
-def _operators() -> list[Operator]:
-    def activations(times: float) -> Callable[[Sizes], int]:
-        return lambda sizes: int(times * 2 * sizes.rows * sizes.hidden) + 2 * sizes.hidden
+def _activations(times: float) -> Callable[[Sizes], int]:
+    return lambda sizes: int(times * 2 * sizes.rows * sizes.hidden) + 2 * sizes.hidden
 
-    def products(times: float) -> Callable[[Sizes], int]:
-        return lambda sizes: int(times * 2 * sizes.rows * sizes.intermediate)
 
-    def heads(sizes: Sizes) -> int:
-        return sizes.rows * HEAD_DIM * (2 * (2 * HEADS + 4 * KV_HEADS) + 8)
+def _products(times: float) -> Callable[[Sizes], int]:
+    return lambda sizes: int(times * 2 * sizes.rows * sizes.intermediate)
 
-    operators = [
+
+def _head_bytes(sizes: Sizes) -> int:
+    return sizes.rows * HEAD_DIM * (2 * (2 * HEADS + 4 * KV_HEADS) + 8)
+
+
+def _plain_operators() -> list[Operator]:
+    return [
         Operator(
             "rms_norm", _stream, lambda x, r, w, out: (rms_norm(x, w, EPS, out=out),),
             lambda x, r, w, out: (F.rms_norm(x, w.shape, w, EPS),),
-            lambda x, r, w, out: (rms_norm_reference(x, w, EPS),), activations(2),
+            lambda x, r, w, out: (rms_norm_reference(x, w, EPS),), _activations(2),
         ),
         Operator(
             "add_rms_norm", _stream, lambda x, r, w, out: add_rms_norm(x, r, w, EPS, total=out), _eager_add,
-            lambda x, r, w, out: add_rms_norm_reference(x, r, w, EPS), activations(4),
+            lambda x, r, w, out: add_rms_norm_reference(x, r, w, EPS), _activations(4),
         ),
         Operator(
             "gather_add_rms_norm", _gathered,
             lambda x, r, w, out, index: (gather_add_rms_norm(x, r, index, w, EPS, out=out),), _eager_gather,
-            lambda x, r, w, out, index: add_rms_norm_reference(x[index], r[index], w, EPS)[:1], activations(3),
+            lambda x, r, w, out, index: add_rms_norm_reference(x[index], r[index], w, EPS)[:1], _activations(3),
         ),
         Operator(
             "silu_mul", _gate_up, lambda gate_up, out: (silu_mul(gate_up, out=out),), _eager_silu,
-            lambda gate_up, out: (silu_mul_reference(gate_up),), products(3),
+            lambda gate_up, out: (silu_mul_reference(gate_up),), _products(3),
         ),
         Operator(
             "embedding", _tokens, lambda ids, w, slots, out: (embedding(ids, w, slots, out=out),),
             lambda ids, w, slots, out: (F.embedding(ids.index_select(0, slots), w),),
-            lambda ids, w, slots, out: (w[ids[slots]],), activations(2), most_rows=128256,
+            lambda ids, w, slots, out: (w[ids[slots]],), _activations(2), most_rows=128256,
         ),
         Operator(
             "rotary_tables", _positions, lambda positions, f: rotary_tables(positions, f, 1.0), _eager_tables,
@@ -225,28 +228,39 @@ def _operators() -> list[Operator]:
             lambda x, out: (x.float(),), lambda sizes: 6 * sizes.rows * sizes.vocab, most_rows=1024,
         ),
     ]  # fmt: skip
-    for code_type, name, step in ((torch.int8, "int8", 0.02), (torch.float8_e4m3fn, "fp8", 0.08)):
-        operators += [
-            Operator(
-                f"add_rms_norm_quant {name}", _stream, _quantized_norm(code_type),
-                _quantized_norm_reference(code_type, DTYPE), _quantized_norm_reference(code_type, torch.float32),
-                activations(3.5), tolerance=step,
-            ),
-            Operator(
-                f"silu_mul_quant {name}", _gate_up, lambda gate_up, out, code=code_type: silu_mul_quant(gate_up, code),
-                lambda gate_up, out, code=code_type: row_codes(_eager_silu(gate_up, out)[0], code),
-                lambda gate_up, out, code=code_type: row_codes(silu_mul_reference(gate_up), code), products(2.5),
-                tolerance=step,
-            ),
-        ]  # fmt: skip
-    operators += [
+
+
+def _quantized_operators(code_type: torch.dtype, name: str, step: float) -> list[Operator]:
+    """step: half of the largest distance of two codes beside the largest code."""
+    return [
+        Operator(
+            f"add_rms_norm_quant {name}", _stream, _quantized_norm(code_type),
+            _quantized_norm_reference(code_type, DTYPE), _quantized_norm_reference(code_type, torch.float32),
+            _activations(3.5), tolerance=step,
+        ),
+        Operator(
+            f"silu_mul_quant {name}", _gate_up, lambda gate_up, out: silu_mul_quant(gate_up, code_type),
+            lambda gate_up, out: row_codes(_eager_silu(gate_up, out)[0], code_type),
+            lambda gate_up, out: row_codes(silu_mul_reference(gate_up), code_type), _products(2.5),
+            tolerance=step,
+        ),
+    ]  # fmt: skip
+
+
+def _head_operators() -> list[Operator]:
+    return [
         Operator(
             "rotary_kv_write" + (" normed" if normed else ""), _heads, _stored(normed), _stored_by_parts(normed),
-            _stored_reference(normed), heads,
+            _stored_reference(normed), _head_bytes,
         )
         for normed in (False, True)
     ]  # fmt: skip
-    return operators
 
 
-OPERATORS = {operator.name: operator for operator in _operators()}
+_ALL = (
+    *_plain_operators(),
+    *_quantized_operators(torch.int8, "int8", 0.02),
+    *_quantized_operators(torch.float8_e4m3fn, "fp8", 0.08),
+    *_head_operators(),
+)
+OPERATORS = {operator.name: operator for operator in _ALL}

@@ -115,26 +115,26 @@ def kv_write_kernel(
 ) -> None:
     """One program a tile of tokens and heads: blocks of query heads first, then of keys, then of values.
 
-    SHAPE: a `KvWriteShape`. q_weight and k_weight, hadamard, scales and granule_rows are None where there are none. A
-    token whose row is negative is not stored.
+    SHAPE: a `KvWriteShape`. What a call does not have is None. A token whose row is negative is not stored.
     """
     let_next_start(EARLY)
     block = tl.program_id(0) % SHAPE.blocks
     token = (tl.program_id(0) // SHAPE.blocks).to(tl.int64) * SHAPE.tokens + tl.arange(0, SHAPE.tokens)
     column = tl.arange(0, SHAPE.half)[None, None, :]
-    at, here = token[:, None, None], (token < tokens)[:, None, None] & (column < SHAPE.dim_half)
+    dtype: tl.constexpr = q.dtype.element_ty
+    at, real = token[:, None, None], column < SHAPE.dim_half
+    here = (token < tokens)[:, None, None] & real
     table = at * table_stride + column
     if block < SHAPE.q_blocks:
         if q_weight is not None:
-            low_factor, high_factor = load_halves(q_weight, column, column < SHAPE.dim_half, SHAPE)
+            low_factor, high_factor = load_halves(q_weight, column, real, SHAPE)
         wait_for_inputs(EARLY)
         head = (block * SHAPE.heads + tl.arange(0, SHAPE.heads)).to(tl.int64)[None, :, None]
         inside = here & (head < SHAPE.q_heads)
         first, second = load_halves(q, at * q_token_stride + head * q_head_stride + column, inside, SHAPE)
         if q_weight is not None:
-            first, second = head_normed(first, second, low_factor, high_factor, eps, q.dtype.element_ty, SHAPE)
-        first, second = rotated(first, second, cos, sin, table, here, hadamard, hadamard_stride, q.dtype.element_ty,
-                                SHAPE)
+            first, second = head_normed(first, second, low_factor, high_factor, eps, dtype, SHAPE)
+        first, second = rotated(first, second, cos, sin, table, here, hadamard, hadamard_stride, dtype, SHAPE)
         place = at * out_token_stride + head * out_head_stride + column
         store_halves(out, place, first, second, inside, SHAPE, False)
     else:
@@ -143,16 +143,15 @@ def kv_write_kernel(
         head = vector[None, :, None]
         inside = here & (head < SHAPE.kv_heads)
         if k_weight is not None:
-            low_factor, high_factor = load_halves(k_weight, column, column < SHAPE.dim_half, SHAPE)
+            low_factor, high_factor = load_halves(k_weight, column, real, SHAPE)
         wait_for_inputs(EARLY)
         row = tl.load(rows + token, mask=token < tokens, other=-1)
         if which == 0:
             first, second = load_halves(k, at * k_token_stride + head * k_head_stride + column, inside, SHAPE)
             if k_weight is not None:
-                first, second = head_normed(first, second, low_factor, high_factor, eps, k.dtype.element_ty, SHAPE)
+                first, second = head_normed(first, second, low_factor, high_factor, eps, dtype, SHAPE)
             if SHAPE.q_heads > 0:
-                first, second = rotated(first, second, cos, sin, table, here, hadamard, hadamard_stride,
-                                        k.dtype.element_ty, SHAPE)
+                first, second = rotated(first, second, cos, sin, table, here, hadamard, hadamard_stride, dtype, SHAPE)
         else:
             first, second = load_halves(v, at * v_token_stride + head * v_head_stride + column, inside, SHAPE)
         if SHAPE.quantized:
@@ -160,8 +159,7 @@ def kv_write_kernel(
             granule = (granule_row // SHAPE.granule * granule_stride + granule_row % SHAPE.granule)[:, None]
             place = granule + vector[None, :] * scale_head_stride + which * scale_which_stride
             written = (row >= 0)[:, None] & (vector < SHAPE.kv_heads)[None, :]
-            first, second = quantized(first, second, scales, place, plane_stride, column < SHAPE.dim_half, written,
-                                      SHAPE)
+            first, second = quantized(first, second, scales, place, plane_stride, real, written, SHAPE)
         stored = row[:, None, None]
         place = stored * row_stride + which * which_stride + head * head_stride + column
         store_halves(payload, place, first, second, inside & (stored >= 0), SHAPE, SHAPE.packed)
