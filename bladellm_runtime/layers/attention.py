@@ -7,7 +7,7 @@ from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_sdpa import empty_queries
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
-from bladellm_kernels.rotary_kv_write import rotary_kv_write
+from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.layers.linear import LinearLayer
@@ -49,28 +49,23 @@ class Attention:
         self.shape = shape
         self.qkv = qkv
         self.output = output
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.norms: HeadNorms | None = None
+        if q_norm is not None and k_norm is not None:
+            self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], writing K and V to the arena; cos, sin: tables of the step's positions."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        qk, v = self._normalise(qkv[:, : heads + kv_heads]), qkv[:, heads + kv_heads :]
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
         kv = batch.kv.layer(self.layer)
         wide = qkv.is_cuda and bool(batch.prefills)
         out = empty_queries((x.shape[0], heads, self.shape.head_dim), qkv.dtype, qkv.device) if wide else None
         q = rotary_kv_write(
-            qk[:, :heads], qk[:, heads:], v, cos, sin, kv, batch.kv_rows, batch.granule_rows,
-            rotate=batch.rotation, out=out,
+            q, k, v, cos, sin, kv, batch.kv_rows, batch.granule_rows,
+            norms=self.norms, rotate=batch.rotation, out=out,
         )  # fmt: skip
         return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
-
-    def _normalise(self, qk: torch.Tensor) -> torch.Tensor:
-        if self.q_norm is None or self.k_norm is None:
-            return qk
-        heads = self.shape.heads
-        return torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
 
     def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""

@@ -1,7 +1,7 @@
 """Token embedding."""
 
 import torch
-import torch.nn.functional as F
+from bladellm_kernels.embedding import embedding
 
 
 class Embedding:
@@ -12,4 +12,4 @@ class Embedding:
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [T], each in [0, vocab) -> [T, hidden]."""
-        return F.embedding(input_ids, self.weight)
+        return embedding(input_ids, self.weight)

@@ -1,7 +1,7 @@
 """RMS normalisation with its weight."""
 
 import torch
-from bladellm_kernels.rms_norm import add_rms_norm, rms_norm
+from bladellm_kernels.rms_norm import add_rms_norm, gather_add_rms_norm, rms_norm
 
 
 class RmsNorm:
@@ -16,10 +16,14 @@ class RmsNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x to the residual stream and normalise it; without a residual yet, x is the stream.
+        """Add x to the residual stream, in place, and normalise it; without a residual yet, x is the stream.
 
         Returns (normed, residual), both of x's shape.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, total=residual)
+
+    def gather(self, x: torch.Tensor, residual: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
+        """The normed sum in the rows `index`, int64 [R], alone: x, residual [T, N] -> [R, N]."""
+        return gather_add_rms_norm(x, residual, index, self.weight, self.eps)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from bladellm_kernels.widen import widen
 
 from bladellm_runtime.layers.attention import Attention, AttentionShape
 from bladellm_runtime.layers.batch import ForwardBatch
@@ -88,13 +89,11 @@ class Decoder:
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch, cos, sin)
-        if batch.logit_tokens is not None:
-            x = x.index_select(0, batch.logit_tokens)
-            residual = None if residual is None else residual.index_select(0, batch.logit_tokens)
-        return self.norm.add(x, residual)[0]
+        if batch.logit_tokens is None:
+            return self.norm.add(x, residual)[0]
+        return self.norm.gather(x, residual, batch.logit_tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab], in `out` if given."""
-        logits = self.head(hidden)
-        return logits.float() if out is None else out.copy_(logits)
+        return widen(self.head(hidden), out=out)

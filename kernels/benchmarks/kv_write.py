@@ -99,7 +99,8 @@ def fused(given: Inputs, out: torch.Tensor, schedule: dict[str, int]) -> None:
     from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
     launch_rotary_kv_write(
-        given.q, given.k, given.v, given.cos, given.sin, given.kv, given.rows, given.rows, given.matrix, out, **schedule
+        given.q, given.k, given.v, None, given.cos, given.sin, given.kv, given.rows, given.rows, given.matrix, out,
+        **schedule,
     )  # fmt: skip
 
 

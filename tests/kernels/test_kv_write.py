@@ -123,6 +123,27 @@ def test_kv_read_gives_back_what_was_written(device, dtype, layout, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_tokens_of_negative_rows_are_not_stored(device, name):
+    """Padding of a captured step: neither payload nor scales, wherever its granule row points."""
+    for places_too in (False, True):
+        given = memory(name, 3, 16, torch.float32, device)
+        expected = twin(given)
+        rows, places = written(given, 9)
+        k, v = (tokens_of("normal", 9, 3, 16, torch.float32, device) for _ in range(2))
+        padding = torch.tensor([0, 3, 4, 8], device=device)
+        rows[padding] = torch.tensor([-1, -1, -48, -1], device=device)
+        if places_too:
+            places[padding] = -1
+        stored = rows >= 0
+        kv_write(given.kv, rows, k, v, places)
+        kv_write_reference(expected, rows, k, v, places)
+        same_bits(given.kv, expected)
+        given.untouched_but(rows[stored], places[stored])
+        kv_write(given.kv, torch.full_like(rows, -1), k, v, places)
+        same_bits(given.kv, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_no_tokens(device, name):
     given = memory(name, 2, 8, torch.float32, device)
     none = torch.empty(0, dtype=torch.int64, device=device)

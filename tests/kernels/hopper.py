@@ -1,0 +1,56 @@
+"""Triton kernels as their launches compile them for sm_90, without a GPU."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def compiled_launches() -> Iterator[dict[str, Any]]:
+    """What the kernels launched inside compile to, by name; none runs. Launches are early ones, as on a Hopper."""
+    from bladellm_kernels import early_launch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    compiled: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled[self.__name__] = run(self, *arguments, grid=grid, warmup=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", Hopper())
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(early_launch, "can_launch_early", lambda device: True)
+        yield compiled
+
+
+def spilled(ptx: str) -> int:
+    """Bytes of registers that the assembler puts into memory."""
+    triton = pytest.importorskip("triton")
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    line = [str(assembler), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
+    report = subprocess.run(line, input=ptx, capture_output=True, text=True, check=True).stderr
+    return sum(int(part.split()[-1]) for part in report.split(" bytes spill stores")[:-1])
+
+
+def waits_before_it_writes(ptx: str) -> bool:
+    """Whether every program waits for the kernels before it, and allows the next, ahead of its first store."""
+    first_store = ptx.find("st.global")
+    return -1 < ptx.find("griddepcontrol.wait") < first_store and -1 < ptx.find("griddepcontrol.launch") < first_store
