@@ -7,10 +7,8 @@ from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.gumbel_triton import negative_uniforms, noisy, noisy_bound, row_keys
 from bladellm_kernels.sample_rows_triton import (
     CANDIDATES,
-    FIRST,
     KEPT,
     KEPT_COUNT,
-    LAST,
     MIN_P_COLUMN,
     PARTS,
     RANDOM,
@@ -100,7 +98,7 @@ def _draw_plain(
     least = log_of(tl.load(slots.floats + slot * 6 + MIN_P_COLUMN))
     key_0, key_1 = row_keys(slots.streams, slot, tl.load(rows.positions + row))
     changed = has_changes(rows, row, flags)
-    best, drawn = peak * 0.0 + float("-inf"), part * 0 + NO_TOKEN
+    best, drawn = tl.full((), float("-inf"), tl.float32), part * 0 + NO_TOKEN
     first = part * work.chunk
     for start in range(first, tl.minimum(first + work.chunk, rows.vocab), BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -127,8 +125,7 @@ def _draw_ordered(
     temperature = tl.load(slots.floats + slot * 6 + TEMPERATURE)
     scale = bin_scale(flags, temperature)
     sums = work.sums + row * SUMS
-    begin, end = tl.load(sums + FIRST).to(tl.int32), tl.load(sums + LAST).to(tl.int32)
-    _, _, passed, doubtful = first_range(slots, work, row, slot, flags, scale)
+    begin, end, passed, doubtful = first_range(slots, work, row, slot, flags, scale)
     refined = doubtful > CAPACITY
     fine_begin, fine_end = begin * 0, begin * 0
     if refined:
@@ -136,7 +133,7 @@ def _draw_ordered(
     if part == 0:
         tl.store(sums + KEPT_COUNT, passed)
         tl.store(sums + WIDE, (doubtful > CAPACITY).to(tl.int64))
-    best, drawn = peak * 0.0 + float("-inf"), part * 0 + NO_TOKEN
+    best, drawn = tl.full((), float("-inf"), tl.float32), part * 0 + NO_TOKEN
     if doubtful <= CAPACITY:
         least = log_of(tl.load(slots.floats + slot * 6 + MIN_P_COLUMN))
         key_0, key_1 = row_keys(slots.streams, slot, tl.load(rows.positions + row))

@@ -163,7 +163,7 @@ def _draw_candidates(
     least = log_of(tl.load(slots.floats + slot * 6 + MIN_P_COLUMN))
     inside = (place < count) & (keys <= cut) & (shifted >= least)
     key_0, key_1 = row_keys(slots.streams, slot, tl.load(rows.positions + row))
-    low = best * 0.0 + float("-inf")
+    low = tl.full((), float("-inf"), tl.float32)
     highest, drawn = draw_from(shifted, keys.to(tl.int32), inside, key_0, key_1, low, token * 0 + NO_TOKEN)
     # Candidates have no order: of equal scores the lowest token counts, as it does between parts.
     if (highest > best) | ((highest == best) & (drawn < token)):
@@ -210,7 +210,7 @@ def _draw_wide(
         cut = _cut_of_row(rows, work, row, peak, temperature, changed, limit, cut, True, BLOCK)
     least = log_of(tl.load(slots.floats + slot * 6 + MIN_P_COLUMN))
     key_0, key_1 = row_keys(slots.streams, slot, tl.load(rows.positions + row))
-    best, drawn = peak * 0.0 + float("-inf"), row * 0 + NO_TOKEN
+    best, drawn = tl.full((), float("-inf"), tl.float32), row * 0 + NO_TOKEN
     for start in range(0, rows.vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         shifted = shift(load_logits(rows, work, row, token, changed), peak, temperature)

@@ -32,13 +32,10 @@ INSIDE = tl.constexpr(2)
 KEPT = tl.constexpr(3)
 KEPT_COUNT = tl.constexpr(4)
 CANDIDATES = tl.constexpr(5)
-FIRST = tl.constexpr(6)
-LAST = tl.constexpr(7)
-WIDE = tl.constexpr(8)
-SUMS = tl.constexpr(16)
+WIDE = tl.constexpr(6)
+SUMS = tl.constexpr(8)
 """Columns of `Work.sums`. Masses: TOTAL of the row, BEFORE and INSIDE the bins that are refined, KEPT by every filter
-but min-p for certain. Counts: tokens kept so, CANDIDATES written. FIRST, LAST: the bins [FIRST, LAST) that the last
-kept token is in. WIDE: 1 where they hold more tokens than there is room for candidates."""
+but min-p for certain. Counts: tokens kept so, CANDIDATES written. WIDE: 1 where more are in doubt than fit there."""
 
 _MASS_UNITS = tl.constexpr(2.0**40)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PARTS = 128
 BINS = 256
-SUMS = 16
+SUMS = 8
 CAPACITY = 2048
 """Tokens in doubt of a row, at most, for which the exact cut is found at once; see `sample_threshold_triton`."""
 

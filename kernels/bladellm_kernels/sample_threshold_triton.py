@@ -13,9 +13,7 @@ from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.sample_rows_triton import (
     BEFORE,
     BINS,
-    FIRST,
     INSIDE,
-    LAST,
     SUMS,
     TEMPERATURE,
     TOP_K,
@@ -43,9 +41,7 @@ _SLACK = tl.constexpr(2.0**-13)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def histogram_kernel(
-    rows: tl.tuple, slots: tl.tuple, work: tl.tuple, BLOCK: tl.constexpr, EARLY: tl.constexpr
-) -> None:
+def histogram_kernel(rows: tl.tuple, slots: tl.tuple, work: tl.tuple, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
     """Program (i, r) counts the i-th part of row r into the row's first histogram, and sums its mass."""
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
@@ -91,11 +87,7 @@ def refine_kernel(
         if is_ordered(flags) & finite:
             temperature = tl.load(slots.floats + slot * 6 + TEMPERATURE)
             scale = bin_scale(flags, temperature)
-            begin, end, _, tokens = first_range(slots, work, row, slot, flags, scale)
-            sums = work.sums + row * SUMS
-            if part == 0:
-                tl.store(sums + FIRST, begin.to(tl.int64))
-                tl.store(sums + LAST, end.to(tl.int64))
+            begin, end, _passed, tokens = first_range(slots, work, row, slot, flags, scale)
             if tokens > CAPACITY:
                 changed = has_changes(rows, row, flags)
                 counts = tl.zeros((BINS,), tl.int32)
@@ -113,8 +105,8 @@ def refine_kernel(
                         before += tl.sum(tl.where(bins < begin, mass, 0), 0)
                         inside += tl.sum(tl.where(within, mass, 0), 0)
                 _add_counts(work.histograms + row * 2 * BINS + BINS, counts)
-                tl.atomic_add(sums + BEFORE, before, sem="relaxed")
-                tl.atomic_add(sums + INSIDE, inside, sem="relaxed")
+                tl.atomic_add(work.sums + row * SUMS + BEFORE, before, sem="relaxed")
+                tl.atomic_add(work.sums + row * SUMS + INSIDE, inside, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
