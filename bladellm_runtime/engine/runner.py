@@ -86,8 +86,7 @@ class ModelRunner:
         hidden = self._model.forward(inputs.batch)
         count = len(inputs.sampling_rows)
         sample_inputs = self._sampler.prepare(plan)
-        outputs = self._sampler.sample(self._model.logits(hidden[:count]), sample_inputs)
-        self._last_token.index_copy_(0, inputs.sampling_slots, outputs.feedback)
+        outputs = self._sampler.sample(self._model.logits(hidden[:count]), sample_inputs, self._last_token)
         scored = score_prompts(self._model, hidden[count:], inputs.scores) if inputs.scores else []
         step = RunningStep(len(plan.slots), inputs, outputs, scored, [hidden, sample_inputs])
         if self._copies is not None:

@@ -1,4 +1,4 @@
-"""Sampling parameters on the device, indexed by slot: what `sample_step` reads, so that its launches fit any request."""
+"""Sampling parameters on the device, indexed by slot: its launches read them there, so `sample_step` fits any request."""
 
 from dataclasses import dataclass, fields
 
