@@ -20,7 +20,7 @@ from bladellm_runtime.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingPa
 from bladellm_runtime.scheduler.plan import SlotLoad
 
 SORTED, LOGPROBS = 1 << 6, 1 << 7
-"""More flags of a slot, for planning. SORTED: a filter for which the candidates of `Filters.width` may not be enough."""
+"""More flags of a slot. SORTED: the candidates of `Filters.width` may not be enough for a filter."""
 
 Ints = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ class SparseBias:
     ends: tuple[Ints, NDArray[np.float32]]
 
     def entries(self) -> tuple[Ints, NDArray[np.float32]]:
-        """Of `SlotParameters`: those that always hold, then `ends`; adding -inf after a bias gives what it does alone."""
+        """Those of `SlotParameters`: what always holds, then `ends`: to add -inf after a bias is to add it alone."""
         (ids, values), (ends, infinite) = self.always, self.ends
         return np.concatenate((ids, ends)), np.concatenate((values, infinite))
 

@@ -1,4 +1,4 @@
-"""The Gumbel-max draw of `sample_step` over the tokens that every filter keeps, and the list of those still in doubt."""
+"""The Gumbel-max draw of `sample_step` among the tokens that every filter keeps, and the list of those in doubt."""
 
 import triton
 import triton.language as tl

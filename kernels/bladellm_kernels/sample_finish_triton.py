@@ -64,14 +64,10 @@ def finish_kernel(
         flags = tl.load(slots.flags + slot)
         peak, token, finite = row_peak(work, row)
         if finite:
-            if DRAWN:
-                if (flags & RANDOM) != 0:
-                    best, token = _merge_parts(work, row)
-                    if ORDERED:
-                        if is_ordered(flags):
-                            token = _draw_cut(
-                                rows, slots, work, row, slot, flags, peak, best, token, CAPACITY, FEW, BLOCK
-                            )
+            if DRAWN and (flags & RANDOM) != 0:
+                best, token = _merge_parts(work, row)
+                if ORDERED and is_ordered(flags):
+                    token = _draw_cut(rows, slots, work, row, slot, flags, peak, best, token, CAPACITY, FEW, BLOCK)
         else:
             token = token * 0 - 1
         _hand_on(slots, slot, flags, tl.maximum(token, 0), rows.vocab, last_token)

@@ -54,11 +54,10 @@ def peak_kernel(
         peak = tl.where(tl.max(nans, 0) > 0, float("inf"), peak)
         tl.store(work.peaks + row * PARTS + part, peak)
         tl.store(work.peak_tokens + row * PARTS + part, lowest)
-        if ORDERED:
-            if part == 0:
-                cells = tl.arange(0, 2 * BINS)
-                tl.store(work.histograms + row * 2 * BINS + cells, tl.zeros((2 * BINS,), tl.int32))
-                tl.store(work.sums + row * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
+        if ORDERED and part == 0:
+            cells = tl.arange(0, 2 * BINS)
+            tl.store(work.histograms + row * 2 * BINS + cells, tl.zeros((2 * BINS,), tl.int32))
+            tl.store(work.sums + row * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -82,11 +81,10 @@ def _change(
         logits = tl.load(rows.logits + row.to(tl.int64) * rows.stride + token, mask=inside, other=0.0).to(tl.float32)
         if (flags & PENALISED) != 0:
             logits = _penalised(logits, slots, slot, rows.vocab, token, inside)
-        if rows.mask_rows is not None:
-            if mask_row >= 0:
-                words = rows.masks + mask_row.to(tl.int64) * rows.words
-                allowed = (tl.load(words + token // 32, mask=inside, other=0) >> (token % 32)) & 1
-                logits = logits + tl.where(allowed == 1, 0.0, float("-inf"))
+        if rows.mask_rows is not None and mask_row >= 0:
+            words = rows.masks + mask_row.to(tl.int64) * rows.words
+            allowed = (tl.load(words + token // 32, mask=inside, other=0) >> (token % 32)) & 1
+            logits = logits + tl.where(allowed == 1, 0.0, float("-inf"))
         tl.store(changed + token, logits, mask=inside)
     if (flags & BIASED) != 0:
         always = tl.load(slots.bias_counts + slot * 2)

@@ -1,4 +1,4 @@
-"""Sampling parameters on the device, indexed by slot: its launches read them there, so `sample_step` fits any request."""
+"""Sampling parameters on the device, indexed by slot: where the launches of `sample_step` read them."""
 
 from dataclasses import dataclass, fields
 
