@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class SampleSchedule:
     """programs: about how many share the rows of a step. block: tokens a program holds. few: candidates for which the
-    exact cut is found in fewer registers. warps: of every program."""
+    exact cut is found in fewer registers. warps: of a program, twice as many of the last kernel's."""
 
     programs: int = 528
     block: int = 2048
@@ -82,5 +82,5 @@ def launch(
         draw_kernel[grid](of_rows, of_slots, work, ORDERED=ordered, CAPACITY=capacity, BLOCK=block, **options)
     finish_kernel[(count,)](
         of_rows, of_slots, work, *outputs, last_token, DRAWN=drawn, ORDERED=ordered, CAPACITY=capacity,
-        FEW=min(schedule.few, capacity), BLOCK=block, **options,
+        FEW=min(schedule.few, capacity), BLOCK=block, **options | {"num_warps": 2 * schedule.warps},
     )  # fmt: skip
