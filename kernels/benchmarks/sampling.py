@@ -151,7 +151,7 @@ def check_noise() -> int:
     device, rows = torch.device("cuda"), 1 << 18
     slots = SlotParameters.empty(rows, 2, 1, device)
     slots.flags.fill_(RANDOM)
-    slots.streams.random_(-(2**31), 2**31)
+    slots.streams.random_(-(2**31), 2**31 - 1)
     ids = torch.arange(rows, device=device)
     tokens, feedback = torch.empty_like(ids), torch.empty_like(ids)
     wrong = 0

@@ -29,8 +29,8 @@ class SampleSchedule:
     """programs: about how many share the rows of a step. block: tokens a program holds. few: candidates for which the
     exact cut is found in fewer registers. warps: of a program, twice as many of the last kernel's."""
 
-    programs: int = 528
-    block: int = 2048
+    programs: int = 1056
+    block: int = 1024
     few: int = 256
     warps: int = 4
 

@@ -19,6 +19,7 @@ from tests.kernels.sample_step_support import (
     slots_of,
 )
 from tests.kernels.sampling_support import ALARM, assert_best, chi_square_p, fresh_seed, warped_by_transformers
+from tests.kernels.test_kv_rotary_write import spilled
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -260,3 +261,51 @@ def test_one_captured_graph_serves_any_mix_of_rows():
         assert torch.equal(tokens, expected[0])
         assert torch.equal(slots.seen, expected[3])
         assert torch.equal(slots.counts, expected[4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_compile_for_hopper(dtype, monkeypatch):
+    """As they are launched: nothing spilled, logits read 16 bytes a thread, PyTorch's roundings."""
+    pytest.importorskip("triton")
+    for name, ptx in compiled_kernels(dtype, 128_256, monkeypatch).items():
+        assert "griddepcontrol.wait" in ptx, name
+        assert "ld.global.v4" in ptx or ".v2.b64" in ptx, name
+        assert "div.full" not in ptx, f"{name} has an approximate division"
+        assert "mul.f32" not in ptx, f"{name} has a product that may be fused"
+        assert spilled(ptx) == 0, name
+
+
+def compiled_kernels(dtype: torch.dtype, vocab: int, monkeypatch) -> dict[str, str]:
+    """PTX of every kernel of a step, by name."""
+    from bladellm_kernels import sample_triton
+    from bladellm_kernels.gumbel_triton import EXACT
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    compiled, run = {}, JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **options):
+        options |= {"EARLY": True, "launch_pdl": True, **EXACT}
+        compiled[self.__name__] = run(self, *arguments, grid=grid, warmup=True, **options).asm["ptx"]
+
+    monkeypatch.setattr(driver, "_active", Hopper())
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    slots, ids = slots_of([Request()], vocab), torch.zeros(1, dtype=torch.int64)
+    sample_triton.launch(
+        torch.zeros(1, vocab, dtype=dtype), SampleRows(ids, ids), slots, poisoned_workspace(1, vocab, 2048),
+        (ids, ids), ids, Stage.FILTERED, sample_triton.SampleSchedule(),
+    )  # fmt: skip
+    assert len(compiled) == 5
+    return compiled
