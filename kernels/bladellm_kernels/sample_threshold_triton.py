@@ -125,7 +125,7 @@ def bin_of(shifted: tl.tensor, scale: tl.tensor) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def fine_bin_of(shifted: tl.tensor, scale: tl.tensor, begin: tl.tensor, end: tl.tensor) -> tl.tensor:
     """Bin in the second histogram, of a token in bins [begin, end) of the first."""
-    place = (-shifted * scale - begin.to(tl.float32)) * (BINS * 1.0 / (end - begin).to(tl.float32))
+    place = (-shifted * scale - begin.to(tl.float32)) * tl.math.div_rn(BINS * 1.0, (end - begin).to(tl.float32))
     return tl.minimum(tl.maximum(place, 0.0), BINS - 1.0).to(tl.int32)
 
 
@@ -137,7 +137,7 @@ def first_range(
     counts = tl.load(work.histograms + row * 2 * BINS + tl.arange(0, BINS)).to(tl.int64)
     total = tl.load(work.sums + row * SUMS + TOTAL)
     zero = total * 0
-    return _range(slots, slot, flags, counts, 0.0, 1.0 / scale, zero, zero, total, total)
+    return _range(slots, slot, flags, counts, 0.0, tl.math.div_rn(1.0, scale), zero, zero, total, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -156,9 +156,9 @@ def second_range(
     passed = tl.sum(tl.where(tl.arange(0, BINS) < begin, coarse, 0), 0)
     counts = tl.load(work.histograms + row * 2 * BINS + BINS + tl.arange(0, BINS)).to(tl.int64)
     sums = work.sums + row * SUMS
-    width = (end - begin).to(tl.float32) / (BINS * scale)
+    width = tl.math.div_rn((end - begin).to(tl.float32), BINS * scale)
     return _range(
-        slots, slot, flags, counts, begin.to(tl.float32) / scale, width, passed,
+        slots, slot, flags, counts, tl.math.div_rn(begin.to(tl.float32), scale), width, passed,
         tl.load(sums + BEFORE), tl.load(sums + INSIDE), tl.load(sums + TOTAL),
     )  # fmt: skip
 
