@@ -19,6 +19,7 @@ class DecodeArrays(NamedTuple):
     slots: where the row's token comes from and its successor goes; in padding, a slot nobody has. positions: of the
     token. kv_rows, granule_rows: as in `ForwardBatch`, -1 in padding, which stores nothing. base_rows, table_slots:
     what decode attention calls base rows and slots. kv_lens: with the token itself; 0 in padding, which reads nothing.
+    sampling_slots: slots, -1 in padding.
     """
 
     slots: Tensor
@@ -28,6 +29,7 @@ class DecodeArrays(NamedTuple):
     base_rows: Tensor
     kv_lens: Tensor
     table_slots: Tensor
+    sampling_slots: Tensor
 
 
 class DecodeInputs:
@@ -41,7 +43,7 @@ class DecodeInputs:
         layer = arena.layer(0)
         self._tabled, self._paged = layer.table is not None, layer.paged
         # In the order of the fields of `DecodeArrays`.
-        self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0]], dtype=np.int64)
+        self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0], [-1]], dtype=np.int64)
         self._static = torch.zeros(fields * max_size, dtype=torch.int64, device=arena.device)
         self._host = HostRing(fields * max_size, arena.device)
 
@@ -89,5 +91,5 @@ class DecodeInputs:
         base_rows = self._arena.base_rows(slots)
         granule_rows = self._arena.granule_rows(slots, positions) if self._tabled else np.full_like(slots, -1)
         kv_rows = granule_rows if self._paged else base_rows + positions
-        for row, values in enumerate((slots, positions, kv_rows, granule_rows, base_rows, positions + 1, slots)):
+        for row, values in enumerate((slots, positions, kv_rows, granule_rows, base_rows, positions + 1, slots, slots)):
             host[row] = values

@@ -43,14 +43,13 @@ class PromptScore:
 
 @dataclass(slots=True)
 class StepInputs:
-    """A forward batch, the slots whose rows sample (in plan order), and the prompt positions to score.
+    """A forward batch, the plan rows that sample, and the prompt positions to score.
 
     `pinned` is host memory that the upload may still read.
     """
 
     batch: ForwardBatch
     sampling_rows: list[int]
-    sampling_slots: torch.Tensor
     scores: list[PromptScore]
     pinned: torch.Tensor | None
 
@@ -81,19 +80,18 @@ def build_inputs(
         base_rows[:count],
         starts[:count] + 1,
         _logit_tokens(ends, sampling_rows, scores),
-        slots[sampling_rows],
         np.empty(0, dtype=np.int64) if granule_rows is None else granule_rows,
     ]
     sections += [score.targets for score in scores]
     sent, pinned = upload(sections, last_token.device)
     decode_slots, prompts, *rest = sent[:7]
-    for score, targets in zip(scores, sent[9:], strict=True):
+    for score, targets in zip(scores, sent[8:], strict=True):
         score.wanted = targets
     batch = ForwardBatch(
         input_ids=torch.cat([last_token[decode_slots], prompts]),
         positions=rest[0],
         kv_rows=rest[1],
-        granule_rows=None if granule_rows is None else sent[8],
+        granule_rows=None if granule_rows is None else sent[7],
         num_decode=count,
         decode_base_rows=rest[2],
         decode_slots=decode_slots,
@@ -103,7 +101,7 @@ def build_inputs(
         logit_tokens=rest[4],
         kv=arena,
     )
-    return StepInputs(batch, sampling_rows, sent[7], scores, pinned)
+    return StepInputs(batch, sampling_rows, scores, pinned)
 
 
 def _prefill_rows(

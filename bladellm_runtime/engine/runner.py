@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
 
+from bladellm_runtime.engine.captured_sampling import captured_sampling
 from bladellm_runtime.engine.cuda_capture import Capture
 from bladellm_runtime.engine.host_ring import HostRing
 from bladellm_runtime.engine.inputs import SlotTokens, build_inputs
@@ -74,8 +75,9 @@ class ModelRunner:
 
     def capture(self, sizes: Sequence[int], capture: Capture) -> None:
         """Capture decode steps of these batch sizes; before the first step. Warns, and goes on without, if it fails."""
+        sampling = captured_sampling(self._sampling, self._last_token, max(sizes), self._model.dtype)
         graphs = StepGraphs(
-            sizes, self._model, self._arena, self._sampling, self._last_token, self._workspace, self._rotation
+            sizes, self._model, self._arena, sampling, self._last_token, self._workspace, self._rotation
         )
         self._graphs = graphs if graphs.capture_all(capture) else None
 
@@ -136,9 +138,7 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SampleOutputs, SampleInputs]:
         inputs = self._sampler.prepare(plan)
-        outputs = self._sampler.sample(logits, inputs)
-        self._last_token.index_copy_(0, inputs.slots, outputs.feedback)
-        return outputs, inputs
+        return self._sampler.sample(logits, inputs, self._last_token), inputs
 
     def _copy_results(self, step: RunningStep) -> None:
         """Replace the step's results by host copies; on CUDA on the second stream, for which the next step does not

@@ -15,25 +15,23 @@ import torch
 from bladellm_kernels.gumbel import row_keys
 from bladellm_kernels.logprobs import token_logprobs
 from bladellm_kernels.penalties import apply_penalties_, count_tokens_
+from bladellm_kernels.sample_step import SampleRows, Stage, sample_step
 from bladellm_kernels.sampling import Filters, sample_tokens
-from torch import Tensor
-
-from bladellm_runtime.engine.sampling_state import (
+from bladellm_kernels.slot_parameters import (
     BIASED,
-    LOGPROBS,
     MIN_P,
     MIN_P_COLUMN,
     PENALISED,
     RANDOM,
     REPETITION,
-    SORTED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     TOP_P_COLUMN,
-    Ints,
-    SamplingState,
 )
+from torch import Tensor
+
+from bladellm_runtime.engine.sampling_state import LOGPROBS, SORTED, Ints, SamplingState
 from bladellm_runtime.engine.upload import Array, upload
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.wire.messages import TokenLogprobs
@@ -56,7 +54,8 @@ class SampleInputs:
     slots, positions: int64 [R] on the device, the slot and the position of the token to sample. penalised: int64 [P]
     row numbers. bias: row int64, token int64 and value float32 of each logit to change. logprob_rows: int64 [L] row
     numbers, also on the CPU in `logprob_indices` with how many most likely tokens each asked for. `keep` holds host
-    memory that an upload may still read.
+    memory that an upload may still read. stage: which kernels the rows need; where kernels sample, they find the rest
+    (`draws`, `penalised` and `bias` are empty).
     """
 
     slots: Tensor
@@ -67,6 +66,7 @@ class SampleInputs:
     logprob_rows: Tensor | None = None
     logprob_indices: list[tuple[int, int]] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)
+    stage: Stage = Stage.FILTERED
 
     @property
     def plain(self) -> bool:
@@ -114,7 +114,24 @@ class Sampler:
         sampling = np.flatnonzero(np.array(plan.samples, dtype=np.bool_))
         slots = np.array(plan.slots, dtype=np.int64)[sampling]
         positions = (np.array(plan.starts, dtype=np.int64) + np.array(plan.query_lens, dtype=np.int64))[sampling]
-        return self._plan_rows(slots, positions, keep)
+        plan_rows = self._plan_rows if self._state.parameters is None else self._plan_kernel_rows
+        return plan_rows(slots, positions, keep)
+
+    def _plan_kernel_rows(self, slots: Ints, positions: Ints, keep: list[Tensor]) -> SampleInputs:
+        flags = self._state.flags[slots]
+        scored = np.flatnonzero(flags & LOGPROBS)
+        sent, pinned = upload([slots, positions, scored], self._state.device)
+        return SampleInputs(
+            slots=sent[0],
+            positions=sent[1],
+            logprob_rows=sent[2] if len(scored) else None,
+            logprob_indices=self._logprob_indices(slots, scored),
+            keep=keep if pinned is None else [*keep, pinned],
+            stage=Stage.of(int(np.bitwise_or.reduce(flags))),
+        )
+
+    def _logprob_indices(self, slots: Ints, scored: Array) -> list[tuple[int, int]]:
+        return list(zip(scored.tolist(), self._state.top_logprobs[slots[scored]].tolist(), strict=True))
 
     def _plan_rows(self, slots: Ints, positions: Ints, keep: list[Tensor]) -> SampleInputs:
         flags = self._state.flags[slots]
@@ -135,7 +152,7 @@ class Sampler:
             penalised=sent[2] if len(penalised) else None,
             bias=(sent[4], sent[5], sent[6]) if len(bias[0]) else None,
             logprob_rows=sent[3] if len(scored) else None,
-            logprob_indices=list(zip(scored.tolist(), self._state.top_logprobs[slots[scored]].tolist(), strict=True)),
+            logprob_indices=self._logprob_indices(slots, scored),
             keep=keep if pinned is None else [*keep, pinned],
         )
 
@@ -165,8 +182,44 @@ class Sampler:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
         return np.concatenate(rows), np.concatenate(tokens), np.concatenate(values)
 
-    def sample(self, logits: Tensor, inputs: SampleInputs) -> SampleOutputs:
-        """Sample one token a row. logits: float32 [R, vocabulary], may be overwritten."""
+    def sample(self, logits: Tensor, inputs: SampleInputs, last_token: Tensor | None = None) -> SampleOutputs:
+        """Sample one token a row. logits: float32 [R, vocabulary], may be overwritten; also bfloat16 and float16 where
+        kernels sample. last_token: int64 [slots], gets the feedback of each slot."""
+        if self._state.parameters is not None:
+            return self._sample_by_kernels(logits, inputs, last_token)
+        outputs = self._sample_by_operators(logits, inputs)
+        if last_token is not None:
+            last_token.index_copy_(0, inputs.slots, outputs.feedback)
+        return outputs
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        tokens: Tensor,
+        feedback: Tensor,
+        last_token: Tensor | None,
+        stage: Stage = Stage.FILTERED,
+    ) -> None:
+        """`sample_step` with the state of this sampler: launches only, may be captured in a graph for any requests that
+        `stage` covers. Raises `ValueError` where no kernels sample."""
+        if self._state.parameters is None:
+            raise ValueError("this sampler's state is not kept for kernels")
+        sample_step(
+            logits, rows, self._state.parameters, tokens, feedback, last_token,
+            workspace=self._state.workspace, stage=stage,
+        )  # fmt: skip
+
+    def _sample_by_kernels(self, logits: Tensor, inputs: SampleInputs, last_token: Tensor | None) -> SampleOutputs:
+        tokens, feedback = torch.empty_like(inputs.slots), torch.empty_like(inputs.slots)
+        rows = SampleRows(inputs.slots, inputs.positions)
+        self.sample_rows(logits, rows, tokens, feedback, last_token, inputs.stage)
+        outputs = SampleOutputs(tokens, feedback)
+        if inputs.logprob_rows is not None:
+            _score(logits, inputs.logprob_rows, inputs.logprob_indices, outputs)
+        return outputs
+
+    def _sample_by_operators(self, logits: Tensor, inputs: SampleInputs) -> SampleOutputs:
         expected = (inputs.slots.shape[0], self._state.vocab_size)
         if logits.shape != expected or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {expected}, got {logits.dtype} {tuple(logits.shape)}")
@@ -222,5 +275,5 @@ class Sampler:
 def _score(logits: Tensor, rows: Tensor, indices: list[tuple[int, int]], outputs: SampleOutputs) -> None:
     wanted = logits if rows.shape[0] == logits.shape[0] else logits[rows]
     most = max(asked for _, asked in indices)
-    outputs.logprob_ids, outputs.logprobs = token_logprobs(wanted, outputs.feedback[rows], most)
+    outputs.logprob_ids, outputs.logprobs = token_logprobs(wanted.float(), outputs.feedback[rows], most)
     outputs.logprob_indices = indices

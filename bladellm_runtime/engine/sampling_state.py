@@ -2,36 +2,46 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from bladellm_kernels.gumbel import stream_key
 from bladellm_kernels.penalties import COUNT_DTYPE, MAX_COUNT
+from bladellm_kernels.sample_step import SampleWorkspace
 from bladellm_kernels.sampling import CANDIDATES
+from bladellm_kernels.slot_parameters import BIASED, MIN_P, PENALISED, RANDOM, TOP_K, TOP_P, SlotParameters
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bladellm_runtime.engine.upload import upload
-from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.engine.upload import Array, upload
+from bladellm_runtime.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad
 
-RANDOM, TOP_K, SORTED, TOP_P, MIN_P, PENALISED, BIASED, LOGPROBS = (1 << bit for bit in range(8))
-"""What a slot's rows need. SORTED: a filter for which the candidates of `Filters.width` may not be enough."""
-
-TEMPERATURE, TOP_P_COLUMN, MIN_P_COLUMN, REPETITION, PRESENCE, FREQUENCY = range(6)
-"""Columns of `SamplingState.floats`."""
+SORTED, LOGPROBS = 1 << 6, 1 << 7
+"""More flags of a slot. SORTED: the candidates of `Filters.width` may not be enough for a filter."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBias:
-    """Values added to single logits: `always`, and the other while fewer than `min_tokens` tokens were generated,
-    when the tokens that could end the request have -inf."""
+    """Values added to single logits: `always`, or `before_min_tokens` while fewer than `min_tokens` tokens were
+    generated, when `ends`, the tokens that could end the request, have -inf."""
 
     always: tuple[Ints, NDArray[np.float32]]
     before_min_tokens: tuple[Ints, NDArray[np.float32]]
+    ends: tuple[Ints, NDArray[np.float32]]
+
+    def entries(self) -> tuple[Ints, NDArray[np.float32]]:
+        """Those of `SlotParameters`: what always holds, then `ends`: to add -inf after a bias is to add it alone."""
+        (ids, values), (ends, infinite) = self.always, self.ends
+        return np.concatenate((ids, ends)), np.concatenate((values, infinite))
+
+    def counts(self) -> tuple[int, int]:
+        """How many of each."""
+        return len(self.always[0]), len(self.ends[0])
 
 
 class SamplingState:
@@ -39,7 +49,8 @@ class SamplingState:
 
     On the device: `floats` [slots, 6], `streams` int32 [slots, 2] (the key of the request's random numbers), `top_ks`
     int32 [slots], and for penalised slots `seen` bool and `counts` int16 [slots, vocabulary] (see
-    `bladellm_kernels.penalties`). On the CPU, for planning: `flags`, `prompt_lens`, `min_tokens`, `top_logprobs`,
+    `bladellm_kernels.penalties`). Where the kernels of `sample_step` run, all that they read, `parameters`, and their
+    `workspace`; None elsewhere. On the CPU, for planning: `flags`, `prompt_lens`, `min_tokens`, `top_logprobs`,
     `widths` (top-k where it is served from candidates), `biases`.
 
     A request without a seed gets one from the system's entropy. Ids outside the vocabulary are left out.
@@ -64,12 +75,27 @@ class SamplingState:
         # A CPU pays for memory when it is touched, a CUDA device when it is allocated: there at the start, in view of
         # the memory table, rather than in the middle of serving.
         self._statistics = None if device.type == "cpu" else self._allocate_statistics()
+        self.parameters: SlotParameters | None = None
+        self.workspace: SampleWorkspace | None = None
+        if device.type == "cuda" and find_spec("triton") is not None:
+            self.use_kernels()
+
+    def use_kernels(self) -> None:
+        """Keep `parameters` and `workspace` from now on."""
+        biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + len(self._eos)
+        others = SlotParameters.empty(self.num_slots, 0, biases, self.device)
+        seen, counts = self.statistics
+        self.parameters = replace(
+            others, floats=self.floats, top_ks=self.top_ks, streams=self.streams, seen=seen, counts=counts
+        )
+        self.workspace = SampleWorkspace.empty(self.num_slots, self.vocab_size, self.device)
 
     @property
     def bytes(self) -> int:
         """Device memory held."""
-        held = [self.floats, self.streams, self.top_ks, *(self._statistics or ())]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        if self.parameters is not None and self.workspace is not None:
+            return self.parameters.nbytes + self.workspace.nbytes
+        return sum(tensor.nbytes for tensor in (self.floats, self.streams, self.top_ks, *(self._statistics or ())))
 
     @property
     def statistics(self) -> tuple[Tensor, Tensor]:
@@ -107,14 +133,18 @@ class SamplingState:
             np.array([_floats(load.params) for load in loads], dtype=np.float32),
             np.array([self._stream(load) for load in loads], dtype=np.int32),
             np.array([self._top_k(load.params) for load in loads], dtype=np.int32),
+            *self._more_parameters(loads),
             *(self._histories(penalised) if penalised else ()),
         ]
-        (slots, floats, streams, top_ks, *histories), pinned = upload(arrays, self.device)
+        (slots, floats, streams, top_ks, *others), pinned = upload(arrays, self.device)
         self.floats.index_copy_(0, slots, floats)
         self.streams.index_copy_(0, slots, streams)
         self.top_ks.index_copy_(0, slots, top_ks)
-        if histories:
-            self._write_histories(*histories)
+        if self.parameters is not None:
+            _write_parameters(self.parameters, slots, *others[:_MORE])
+            others = others[_MORE:]
+        if others:
+            self._write_histories(*others)
         return [] if pinned is None else [pinned]
 
     def _allocate_statistics(self) -> tuple[Tensor, Tensor]:
@@ -124,6 +154,30 @@ class SamplingState:
             return torch.from_numpy(np.zeros(shape, dtype=np.bool_)), torch.from_numpy(np.zeros(shape, dtype=np.int16))
         seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
         return seen, torch.zeros(shape, dtype=COUNT_DTYPE, device=self.device)
+
+    def _more_parameters(self, loads: list[SlotLoad]) -> list[Array]:
+        """What `_write_parameters` takes after the slots, for kernels."""
+        if self.parameters is None:
+            return []
+        slots = np.array([load.slot for load in loads])
+        biased = [load for load in loads if load.slot in self.biases]
+        entries = [self.biases[load.slot].entries() for load in biased]
+        width = max((len(tokens) for tokens, _ in entries), default=0)
+        tokens, values = np.zeros((len(biased), width), np.int32), np.zeros((len(biased), width), np.float32)
+        for row, (of_row, added) in enumerate(entries):
+            tokens[row, : len(of_row)], values[row, : len(of_row)] = of_row, added
+        counts = np.zeros((len(loads), 2), dtype=np.int32)
+        for row, load in enumerate(loads):
+            if load.slot in self.biases:
+                counts[row] = self.biases[load.slot].counts()
+        return [
+            self.flags[slots].astype(np.int32),
+            counts,
+            (self.prompt_lens + self.min_tokens)[slots],
+            np.array([load.slot for load in biased], dtype=np.int64),
+            tokens,
+            values,
+        ]
 
     def _top_k(self, params: SamplingParams) -> int:
         return min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
@@ -146,9 +200,11 @@ class SamplingState:
         biases = {token: bias for token, bias in params.logit_bias.items() if token < self.vocab_size}
         always = _sparse(biases)
         if not params.min_tokens:
-            return SparseBias(always, always)
-        ends = [token for token in (*self._eos, *params.stop_token_ids) if token < self.vocab_size]
-        return SparseBias(always, _sparse(biases | dict.fromkeys(ends, -np.inf)))
+            return SparseBias(always, always, _sparse({}))
+        ends = dict.fromkeys(
+            (token for token in (*self._eos, *params.stop_token_ids) if token < self.vocab_size), -np.inf
+        )
+        return SparseBias(always, _sparse(biases | ends), _sparse(ends))
 
     def _histories(self, loads: list[SlotLoad]) -> list[NDArray[np.int64] | NDArray[np.int16]]:
         """For each slot to clear: its number; then (slot, token) of all tokens seen; then (slot, token, count) of the
@@ -182,6 +238,28 @@ class SamplingState:
         counts.index_fill_(0, slots, 0)
         seen.index_put_((seen_slots, seen_tokens), torch.ones_like(seen_slots, dtype=torch.bool))
         counts.index_put_((out_slots, out_tokens), out_counts)
+
+
+_MORE = 6
+"""Arrays of `_more_parameters`."""
+
+
+def _write_parameters(
+    parameters: SlotParameters,
+    slots: Tensor,
+    flags: Tensor,
+    bias_counts: Tensor,
+    free_from: Tensor,
+    biased: Tensor,
+    tokens: Tensor,
+    values: Tensor,
+) -> None:
+    parameters.flags.index_copy_(0, slots, flags)
+    parameters.bias_counts.index_copy_(0, slots, bias_counts)
+    parameters.free_from.index_copy_(0, slots, free_from)
+    if len(biased):
+        parameters.bias_tokens[:, : tokens.shape[1]].index_copy_(0, biased, tokens)
+        parameters.bias_values[:, : values.shape[1]].index_copy_(0, biased, values)
 
 
 def _floats(params: SamplingParams) -> tuple[float, ...]:

@@ -12,10 +12,9 @@ from bladellm_kernels.decode_work import DecodeWorkspace
 from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
-from bladellm_runtime.engine.captured_sampling import CapturedSampling, GreedySampling
+from bladellm_runtime.engine.captured_sampling import CapturedSampling
 from bladellm_runtime.engine.cuda_capture import Capture, Work, culprit
 from bladellm_runtime.engine.decode_inputs import DecodeInputs
-from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan
@@ -55,7 +54,7 @@ class StepGraphs:
         sizes: Sequence[int],
         model: Decoder,
         arena: KvArena,
-        state: SamplingState,
+        sampling: CapturedSampling,
         last_token: Tensor,
         workspace: DecodeWorkspace | None,
         rotation: Tensor | None,
@@ -68,9 +67,7 @@ class StepGraphs:
         self._workspace = workspace
         self._rotation = rotation
         self.inputs = DecodeInputs(self._sizes[-1], arena)
-        self.sampling: CapturedSampling = GreedySampling(state, last_token, self._sizes[-1])
-        self.logits = torch.zeros(self._sizes[-1], state.vocab_size, dtype=torch.float32, device=arena.device)
-        """float32 [largest size, vocabulary], what `forward` leaves and sampling may overwrite."""
+        self.sampling = sampling
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
@@ -96,9 +93,9 @@ class StepGraphs:
         return self._sizes[bisect.bisect_left(self._sizes, rows)]
 
     def forward(self, plan: StepPlan, size: int) -> Tensor:
-        """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `logits`."""
+        """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `sampling.logits`."""
         self._graphs[size].forward()
-        return self.logits[: len(plan.slots)]
+        return self.sampling.logits[: len(plan.slots)]
 
     def sampling_stage(self, plan: StepPlan) -> int | None:
         """The stage of `sample` for a plan; None where its logits are to be sampled eagerly."""
@@ -111,7 +108,7 @@ class StepGraphs:
         return self.sampling.tokens[: len(plan.slots)]
 
     def _capture(self, size: int, capture: Capture) -> StepGraph:
-        arrays, logits = self.inputs.arrays(size), self.logits[:size]
+        arrays, logits = self.inputs.arrays(size), self.sampling.logits[:size]
 
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token)

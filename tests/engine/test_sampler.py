@@ -1,6 +1,7 @@
 """The sampler's features, one by one and all together, against transformers and plain formulas."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,6 +206,33 @@ def test_only_rows_that_sample_count_and_logits_are_checked():
     for wrong in (torch.zeros(4, 20), torch.zeros(2, 21), torch.zeros(2, 20).double()):
         with pytest.raises(ValueError, match=r"float32 \(2, 20\)"):
             engine.sampler.sample(wrong, inputs)
+
+
+def test_steps_for_kernels_upload_less_and_sample_the_same():
+    """The other route's slots, stages and uploads, sampled by sample_step's operators: the same tokens and scores."""
+    seed = fresh_seed()
+    rng, vocab, eos = random.Random(seed), 701, (0, 9)
+    engines = [Engine(9, vocab, eos), Engine(9, vocab, eos)]
+    engines[1].state.use_kernels()
+    last_token = torch.full((9,), -1)
+    for generation in range(3):
+        requests = [Request([1, 2, slot], random_params(rng, vocab)) for slot in range(rng.randint(1, 8))]
+        copies = [replace(request, output=[]) for request in requests]
+        for engine, rows in zip(engines, (requests, copies), strict=True):
+            for slot, request in enumerate(rows):
+                engine.load(slot + generation % 2, request)
+        for _ in range(9):
+            logits = torch.stack([made_up_logits(request, vocab) for request in requests])
+            one, other = (
+                engine.sample([(slot + generation % 2, request) for slot, request in enumerate(rows)], logits)
+                for engine, rows in zip(engines, (requests, copies), strict=True)
+            )
+            assert torch.equal(one.tokens, other.tokens)
+            assert list(one.read_logprobs()) == list(other.read_logprobs())
+    plan = engines[1].plan([(generation % 2, copies[0])])
+    outputs = engines[1].sampler.sample(logits[:1].bfloat16(), engines[1].sampler.prepare(plan), last_token)
+    assert last_token[generation % 2] == outputs.feedback[0]
+    assert (last_token == -1).sum() == 8
 
 
 def test_memory_is_counted_and_statistics_wait_for_a_penalised_request_on_cpu():

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine import build
 from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.captured_sampling import GreedySampling, KernelSampling
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.request import SamplingParams
@@ -69,10 +71,11 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
         sequences.step(list(prompts.items()))
     state = SamplingState(6, model.spec.vocab_size, [], torch.device("cpu"))
     last_token = torch.zeros(7, dtype=torch.int64)
-    graphs = StepGraphs([2, 5], model, captured.arena, state, last_token, None, None)
+    sampling = GreedySampling(state, last_token, 5)
+    graphs = StepGraphs([2, 5], model, captured.arena, sampling, last_token, None, None)
     capture = Again()
     assert graphs.capture_all(capture)
-    capture.before = lambda: graphs.logits.fill_(torch.nan)
+    capture.before = lambda: graphs.sampling.logits.fill_(torch.nan)
     for step in range(12):
         slots = random.sample([4, 0, 2], 3 if step % 2 else 2)
         tokens = [random_prompt(1) for _ in slots]
@@ -93,6 +96,14 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
         assert torch.equal(captured.arena.rows.view(torch.int32), before.view(torch.int32))
         for slot in slots:
             captured.lengths[slot] += 1
+
+
+class KernelState(SamplingState):
+    """Keeps what kernels read, which PyTorch's operators then read on a CPU."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.use_kernels()
 
 
 def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddRequest]:
@@ -130,16 +141,19 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "all_kinds"),
     [
-        {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
-        {"attn_cls": "paged", "kv_cache_quant": "int8"},
-        pytest.param({"kv_arena": "relocating", "disable_overlap": True}, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_quant": "fp8_e4m3", "prefill_chunk_tokens": 7}, marks=pytest.mark.slow),
+        ({"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, True),
+        ({"attn_cls": "paged", "kv_cache_quant": "int8"}, False),
+        pytest.param({"kv_arena": "relocating", "disable_overlap": True}, False, marks=pytest.mark.slow),
+        pytest.param({"kv_cache_quant": "fp8_e4m3", "prefill_chunk_tokens": 7}, True, marks=pytest.mark.slow),
     ],
 )
-def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
-    """Arrivals, aborts, preemption, prefix hits; what padding could leave behind is poisoned before every replay."""
+def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch, options, all_kinds):
+    """Arrivals, aborts, preemption, prefix hits; what padding could leave behind is poisoned before every replay.
+
+    all_kinds: captured steps sample as on a GPU, by what a kernel would read of the slots' state.
+    """
     rng = random.Random()
     sizes = {"cuda_graph_batch_sizes": [2, 3, 6]}
     shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
@@ -148,6 +162,8 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
     requests, found, preemptions = None, [], 0
     for way in (sizes, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
+        captures_all = all_kinds and way is sizes
+        monkeypatch.setattr(build, "SamplingState", KernelState if captures_all else SamplingState)
         args = {"kv_cache_gib": gib} | shape | options | way
         engine = build_engine(EngineArgs(model=str(demo_model), **args), capture)
         requests = requests or random_requests(rng, 30, engine.ready.vocab_size)
@@ -155,6 +171,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
         assert (graphs is not None) == (way is sizes)
         if graphs is not None:
             poison(capture, graphs)
+            assert isinstance(graphs.sampling, KernelSampling if all_kinds else GreedySampling)
         found.append(drive(engine, requests, rng))
         preemptions += engine.core.stats(time.monotonic()).preemptions
         assert (capture.replays > 50) == (graphs is not None)
@@ -174,12 +191,12 @@ def poison(capture: Again, graphs: StepGraphs) -> None:
     send = graphs.inputs.send
 
     def before() -> None:
-        graphs._last_token[-1] = random.randrange(graphs.logits.shape[1])
+        graphs._last_token[-1] = random.randrange(graphs.sampling.logits.shape[1])
         graphs.sampling.tokens.fill_(-7)
 
     def poisoned_send(plan, size) -> None:
         graphs.inputs._static.fill_(2**40)
-        graphs.logits.fill_(torch.nan)
+        graphs.sampling.logits.fill_(torch.nan)
         send(plan, size)
 
     capture.before, graphs.inputs.send = before, poisoned_send
