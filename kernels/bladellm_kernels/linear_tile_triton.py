@@ -1,0 +1,117 @@
+"""What the kernels of `linear` share: tiles of the weight, and the way of the sums to the outputs."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def block_outputs(block: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """Numbers of a block's outputs, int32 [BLOCK_N]."""
+    return block * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_weight(
+    weight: tl.tensor,
+    weight_stride: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    block: tl.tensor,
+    column: tl.tensor,
+    part: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """Columns of a block's rows, zero beyond `inputs`. Rows beyond the last are the last: nobody stores their sums.
+
+    Evicted first from the L2 cache: a weight is read once a step, and what others keep there is read again.
+    """
+    row = (tl.minimum(block_outputs(block, BLOCK_N), outputs - 1) + part * outputs).to(tl.int64)
+    place = weight + row[:, None] * weight_stride + column[None, :]
+    if EVEN:
+        return tl.load(place, eviction_policy="evict_first")
+    return tl.load(place, mask=(column < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefetch_weight(
+    weight: tl.tensor,
+    weight_stride: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    block: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Ask for TILES tiles of a block's rows into the L2 cache, from tile `first` along K and before tile `stop`."""
+    step = tl.minimum(first + tl.arange(0, TILES), stop - 1)
+    # A piece at the ragged end begins earlier: no byte behind the weight is asked for.
+    column = tl.maximum(tl.minimum(step * BLOCK_K, inputs - BLOCK_K), 0)
+    for part in tl.static_range(PARTS):
+        row = (tl.minimum(block_outputs(block, BLOCK_N), outputs - 1) + part * outputs).to(tl.int64)
+        place = weight + row[:, None] * weight_stride + column[None, :]
+        size = tl.minimum(inputs, BLOCK_K) * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [place.to(tl.int64), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def apply_gate(
+    sums: tl.tuple,
+    bias: tl.tensor | None,
+    block: tl.tensor,
+    outputs: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """Sums [BLOCK_N, rows] plus bias; where there are two parts, `silu(first) · second`."""
+    value = _add_bias(sums[0], bias, block, outputs, 0, BLOCK_N)
+    if PARTS == 1:
+        return value
+    gate = value / (1.0 + tl.exp(-value))
+    return gate * _add_bias(sums[1], bias, block, outputs, 1, BLOCK_N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_bias(
+    value: tl.tensor,
+    bias: tl.tensor | None,
+    block: tl.tensor,
+    outputs: tl.tensor,
+    part: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    if bias is None:
+        return value
+    output = block_outputs(block, BLOCK_N)
+    numbers = tl.load(bias + part * outputs + output, mask=output < outputs, other=0.0).to(tl.float32)
+    return value + (numbers[:, None] if len(value.shape) == 2 else numbers)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_outputs(
+    values: tl.tensor,
+    residual: tl.tensor | None,
+    out: tl.tensor,
+    output: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    residual_stride: tl.tensor,
+    out_stride: tl.tensor,
+) -> None:
+    """Write values, plus the residual where there is one: output and row broadcast to their shape."""
+    inside = (output < outputs) & (row < rows)
+    if residual is not None:
+        values += tl.load(residual + row * residual_stride + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + output, values.to(out.dtype.element_ty), mask=inside)
