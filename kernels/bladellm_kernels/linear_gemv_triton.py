@@ -103,12 +103,14 @@ def _add_products(
 ) -> tl.tuple:
     added: tl.tuple = ()
     for row in tl.static_range(ROWS):
+        # [1, BLOCK_K] and not [BLOCK_K]: so each thread loads the numbers that its part of the weight meets.
+        place = x + row * x_stride + column[None, :]
         if EVEN:
-            numbers = tl.load(x + row * x_stride + column)
+            numbers = tl.load(place)
         else:
-            numbers = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0)
+            numbers = tl.load(place, mask=column[None, :] < inputs, other=0.0)
         for part in tl.static_range(PARTS):
-            products = tiles[part].to(tl.float32) * numbers.to(tl.float32)[None, :]
+            products = tiles[part].to(tl.float32) * numbers.to(tl.float32)
             products = tl.reshape(products, (BLOCK_N, BLOCK_K // VECTOR, VECTOR))
             added += (sums[row * PARTS + part] + tl.sum(products, 2),)
     return added

@@ -117,8 +117,11 @@ def workspace_sizes(call: LinearCall, schedule: DotSchedule, programs: int) -> t
 
 
 def most_segments(length: int, total: int, programs: int) -> int:
-    """Programs that one block of `length` tiles can be divided among: each has total // programs tiles at least."""
-    return min(programs, (length - 2) // (total // programs) + 2) if length > 1 else 1
+    """Programs that one block of `length` tiles can be divided among, rounded up to a power of two.
+
+    Each program has total // programs tiles at least.
+    """
+    return power_of_two(min(programs, (length - 2) // (total // programs) + 2)) if length > 1 else 1
 
 
 def new_workspace(device: torch.device, partial: int, counters: int) -> LinearWorkspace:

@@ -29,8 +29,10 @@ def load_weight(
     row = (tl.minimum(block_outputs(block, BLOCK_N), outputs - 1) + part * outputs).to(tl.int64)
     place = weight + row[:, None] * weight_stride + column[None, :]
     if EVEN:
-        return tl.load(place, eviction_policy="evict_first")
-    return tl.load(place, mask=(column < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+        tile = tl.load(place, eviction_policy="evict_first")
+    else:
+        tile = tl.load(place, mask=(column < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+    return tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -48,17 +50,17 @@ def prefetch_weight(
     PARTS: tl.constexpr,
 ) -> None:
     """Ask for TILES tiles of a block's rows into the L2 cache, from tile `first` along K and before tile `stop`."""
-    step = tl.minimum(first + tl.arange(0, TILES), stop - 1)
-    # A piece at the ragged end begins earlier: no byte behind the weight is asked for.
-    column = tl.maximum(tl.minimum(step * BLOCK_K, inputs - BLOCK_K), 0)
+    SECTOR: tl.constexpr = 256 // weight.dtype.element_ty.primitive_bitwidth
+    column = first * BLOCK_K + tl.arange(0, TILES * BLOCK_K // SECTOR) * SECTOR
+    column = tl.minimum(column, tl.minimum(stop * BLOCK_K, inputs) - 1)
     for part in tl.static_range(PARTS):
         row = (tl.minimum(block_outputs(block, BLOCK_N), outputs - 1) + part * outputs).to(tl.int64)
         place = weight + row[:, None] * weight_stride + column[None, :]
-        size = tl.minimum(inputs, BLOCK_K) * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        # Not the bulk instruction: that takes one address of a warp at a time.
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [place.to(tl.int64), size],
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [place.to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -76,10 +78,9 @@ def apply_gate(
 ) -> tl.tensor:
     """Sums [BLOCK_N, rows] plus bias; where there are two parts, `silu(first) · second`."""
     value = _add_bias(sums[0], bias, block, outputs, 0, BLOCK_N)
-    if PARTS == 1:
-        return value
-    gate = value / (1.0 + tl.exp(-value))
-    return gate * _add_bias(sums[1], bias, block, outputs, 1, BLOCK_N)
+    if PARTS == 2:
+        value = value / (1.0 + tl.exp(-value)) * _add_bias(sums[1], bias, block, outputs, 1, BLOCK_N)
+    return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,11 +92,11 @@ def _add_bias(
     part: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    if bias is None:
-        return value
-    output = block_outputs(block, BLOCK_N)
-    numbers = tl.load(bias + part * outputs + output, mask=output < outputs, other=0.0).to(tl.float32)
-    return value + (numbers[:, None] if len(value.shape) == 2 else numbers)
+    if bias is not None:
+        output = block_outputs(block, BLOCK_N)
+        numbers = tl.load(bias + part * outputs + output, mask=output < outputs, other=0.0).to(tl.float32)
+        value += numbers[:, None] if len(value.shape) == 2 else numbers
+    return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]

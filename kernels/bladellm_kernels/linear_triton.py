@@ -14,6 +14,9 @@ from bladellm_kernels.linear_tile_triton import (
     apply_gate, block_outputs, load_weight, prefetch_weight, store_outputs
 )  # fmt: skip
 
+UNROLLED = tl.constexpr(16384)
+"""Partial sums that are asked for at once; of larger tiles registers hold one segment's."""
+
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def linear_kernel(
@@ -173,14 +176,17 @@ def _added_segments(
     SEGMENTS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tuple:
+    """Sums of all segments, in their order; read past the L1 cache, which does not see other multiprocessors' writes."""
     added: tl.tuple = ()
     for part in tl.static_range(PARTS):
         whole = tl.full(partial.shape, 0.0, tl.float32)
-        for segment in tl.static_range(SEGMENTS):
-            slot = _slot(lowest + segment, block, length, total)
-            # Past the L1 cache, which does not see what other multiprocessors write.
-            whole += tl.load(
-                partial + (slot * PARTS + part) * SIZE, mask=segment < segments, other=0.0, cache_modifier=".cg"
-            )
+        if SEGMENTS * SIZE <= UNROLLED:
+            for segment in tl.static_range(SEGMENTS):
+                place = partial + (_slot(lowest + segment, block, length, total) * PARTS + part) * SIZE
+                whole += tl.load(place, mask=segment < segments, other=0.0, cache_modifier=".cg")
+        else:
+            for segment in range(segments):
+                place = partial + (_slot(lowest + segment, block, length, total) * PARTS + part) * SIZE
+                whole += tl.load(place, cache_modifier=".cg")
         added += (whole,)
     return added
