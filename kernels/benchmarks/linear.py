@@ -12,10 +12,11 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from bladellm_kernels.linear_schedules import Entry, Schedule, ScheduleTable, lo
 from bladellm_kernels.silu_mul import silu_mul
 from gpu_timing import GpuTimer, machine
 from linear_candidates import candidates
-from linear_step import Shape, Step, models, time_step
+from linear_step import Shape, Step, models, run_way, time_step, ways
 from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -56,13 +57,14 @@ class Result:
         rate = self.shape.bytes / best / 1e6
         share = rate / ceiling(self.shape.bytes)
         figures = f"{best:.2f} | {self.cublas_us:.2f} | {self.cublas_us / best:.2f} | {rate:.2f} | {share:.0%}"
-        return f"| {self.shape.name} | {self.shape.rows} × {self.shape.inputs} | {self.rows} | {self.schedule} | {figures} |"
+        size = f"{self.shape.rows} × {self.shape.inputs}"
+        return f"| {self.shape.name} | {size} | {self.rows} | {self.schedule} | {figures} |"
 
 
 def ceiling(size: float) -> float:
     """TB/s, between the measured sizes linear in the time."""
     times = [(0.0, 1.6), *((each, each / rate / 1e6) for each, rate in CEILINGS)]
-    for (low, low_us), (high, high_us) in zip(times, times[1:], strict=False):
+    for (low, low_us), (high, high_us) in pairwise(times):
         if size <= high:
             return size / (low_us + (high_us - low_us) * (size - low) / (high - low)) / 1e6
     return CEILINGS[-1][1]
@@ -140,14 +142,16 @@ def by_cublas(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return silu_mul(y) if shape.gated else y
 
 
-def measure_all(shapes: list[Shape], rows: list[int], timer: GpuTimer, workers: int) -> Iterator[Result]:
+def measure_all(
+    shapes: list[Shape], rows: list[int], timer: GpuTimer, compilers: ProcessPoolExecutor
+) -> Iterator[Result]:
     """Compile in parallel, then time one after another."""
     cases = [(shape, each) for shape in shapes for each in rows]
     start = time.perf_counter()
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        failures = list(pool.map(compile_all, *zip(*cases, strict=True)))
+    failures = list(compilers.map(compile_all, *zip(*cases, strict=True)))
     print(f"Compiled in {time.perf_counter() - start:.0f} s.\n\n{HEADER}", flush=True)
-    memory = torch.randn(POOL_BYTES // 2, device="cuda", dtype=torch.bfloat16).mul_(2**-6)
+    size = max(POOL_BYTES, *(shape.bytes for shape in shapes))
+    memory = torch.randn(size // 2, device="cuda", dtype=torch.bfloat16).mul_(2**-6)
     for (shape, each), failed in zip(cases, failures, strict=True):
         yield measure(shape, each, memory, timer, failed)
 
@@ -166,29 +170,36 @@ def main() -> None:
     model = models()[args.model]
     print(", ".join(f"{name}: {value}" for name, value in machine().items()) + "\n", flush=True)
     results: list[Result] = []
-    if not args.step_only:
-        for result in measure_all(model.shapes, args.rows, timer, args.workers):
-            print(result.row, flush=True)
-            for name, reason in result.failures.items():
-                print(f"  {name} M={result.rows} {result.shape.name}: {reason}", flush=True)
-            results.append(result)
-    table = load_table(args.table) if args.table else table_of(results)
-    if args.save_table:
-        save_table(table, args.save_table)
-    steps = [] if args.no_step else list(_steps(model, args.rows, table, timer))
+    steps: list[dict[str, object]] = []
+    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as compilers:
+        if not args.step_only:
+            for result in measure_all(model.shapes, args.rows, timer, compilers):
+                print(result.row, flush=True)
+                for name, reason in result.failures.items():
+                    print(f"  {result.shape.name}, M={result.rows}: {name}: {reason}", flush=True)
+                results.append(result)
+        table = load_table(args.table) if args.table else table_of(results)
+        if args.save_table:
+            save_table(table, args.save_table)
+        if not args.no_step:
+            steps = list(_steps(model, args.rows, table, timer, compilers))
     if args.json:
         text = {"machine": machine(), "results": [asdict(each) for each in results], "steps": steps}
         args.json.write_text(json.dumps(text, indent=1) + "\n")
 
 
-def _steps(model: Step, rows: list[int], table: ScheduleTable, timer: GpuTimer) -> Iterator[dict[str, object]]:
+def _steps(
+    model: Step, rows: list[int], table: ScheduleTable, timer: GpuTimer, compilers: ProcessPoolExecutor
+) -> Iterator[dict[str, object]]:
+    waits = [compilers.submit(run_way, model, each, way) for each in rows for way in ways(model, table).values()]
+    for wait in waits:
+        wait.result()
     print(f"\nAll linear layers of a step, {model.bytes / 1e9:.2f} GB in one graph; ms (TB/s)\n", flush=True)
-    printed: Callable[[list[str]], None] = lambda cells: print("| " + " | ".join(cells) + " |", flush=True)  # noqa: E731
     for index, (each, times) in enumerate(time_step(model, rows, table, timer)):
         if index == 0:
-            printed(["M", *times])
-            printed(["---"] * (len(times) + 1))
-        printed([str(each), *(f"{ms:.3f} ({model.bytes / ms / 1e9:.2f})" for ms in times.values())])
+            print("| M | " + " | ".join(times) + " |\n" + "| --- " * (len(times) + 1) + "|")
+        cells = (f"{ms:.3f} ({model.bytes / ms / 1e9:.2f})" for ms in times.values())
+        print(f"| {each} | " + " | ".join(cells) + " |", flush=True)
         yield {"rows": each, "ms": times}
 
 

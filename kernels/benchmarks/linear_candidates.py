@@ -5,6 +5,8 @@ from dataclasses import replace
 from bladellm_kernels.linear_schedules import GEMV_ROWS, DotSchedule, GemvSchedule, Schedule, power_of_two
 
 KIB = 1024
+GATED_ROWS = 128
+"""Of more rows registers do not hold the sums of two tiles."""
 
 GEMV = [
     GemvSchedule(4, 1024, 4, 8 * KIB),
@@ -14,28 +16,23 @@ GEMV = [
     GemvSchedule(8, 512, 4, 8 * KIB),
 ]
 
-# block_n, block_k, programs, stages, warps.
+# block_n, block_k, programs, stages, warps: by rows.
+FEW = [(64, 128, 2, 4, 4), (64, 128, 2, 6, 4), (64, 128, 3, 4, 4), (64, 256, 2, 3, 4), (64, 64, 3, 6, 4)]
 TILES = {
-    8: [
-        (64, 128, 2, 4, 4),
-        (64, 128, 2, 6, 4),
-        (64, 128, 3, 4, 4),
-        (64, 256, 2, 3, 4),
-        (64, 64, 3, 6, 4),
-        (128, 128, 2, 3, 8),
-        (32, 256, 4, 3, 4),
-    ],
-    16: [(64, 128, 2, 4, 4), (64, 128, 3, 3, 4), (64, 256, 1, 5, 4), (64, 64, 3, 6, 4), (128, 64, 2, 5, 8), (128, 128, 1, 5, 8)],
-    32: [(64, 128, 2, 4, 4), (64, 128, 3, 3, 4), (64, 64, 3, 5, 4), (128, 64, 2, 5, 8), (128, 128, 1, 5, 8), (256, 64, 1, 5, 8)],
+    8: [*FEW, (128, 128, 2, 3, 8), (32, 256, 4, 3, 4)],
+    16: [*FEW[:1], (64, 128, 3, 3, 4), (64, 256, 1, 5, 4), (64, 64, 3, 6, 4), (128, 64, 2, 5, 8), (128, 128, 1, 5, 8)],
+    32: [(64, 128, 2, 4, 4), (64, 64, 3, 5, 4), (128, 64, 2, 5, 8), (128, 128, 1, 5, 8), (256, 64, 1, 5, 8)],
     64: [(64, 128, 2, 3, 4), (64, 64, 3, 4, 4), (128, 64, 2, 4, 8), (128, 128, 1, 4, 8), (256, 64, 1, 4, 8)],
     128: [(64, 64, 2, 4, 4), (128, 64, 1, 6, 8), (128, 128, 1, 3, 8), (256, 64, 1, 4, 8), (128, 64, 2, 3, 8)],
     256: [(128, 64, 1, 4, 8), (128, 64, 1, 3, 8), (64, 64, 1, 5, 4), (128, 32, 1, 6, 8)],
-}  # fmt: skip
+}
 
 
 def candidates(rows: int, gated: bool) -> list[Schedule]:
     """What to try for x of `rows` rows. Two tiles of a gate-up projection are half as large each."""
     block_m = max(8, power_of_two(rows))
+    if gated and block_m > GATED_ROWS:
+        return []
     found: list[Schedule] = [*GEMV] if rows <= GEMV_ROWS else []
     found += [
         DotSchedule(block_m, block_n, block_k, programs, stages, warps, prefetch=32 * KIB)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels import linear as module
 from bladellm_kernels import linear_launch
 from bladellm_kernels.linear import linear, linear_silu_mul, use_table
 from bladellm_kernels.linear_schedules import Entry, ScheduleTable
@@ -71,7 +71,9 @@ class Step:
         """Random, of every layer its own."""
         names = {"qkv": "qkv", "o": "o", "gate-up": "gate_up", "down": "down"}
         chosen = [shape for shape in self.shapes if shape.name in names]
-        layers = [{names[shape.name]: _random(shape.rows, shape.inputs) for shape in chosen} for _ in range(self.layers)]
+        layers = [
+            {names[shape.name]: _random(shape.rows, shape.inputs) for shape in chosen} for _ in range(self.layers)
+        ]
         return layers, _random(self.head_rows, self.hidden)
 
 
@@ -83,27 +85,70 @@ def models() -> dict[str, Step]:
     }
 
 
-def time_step(model: Step, rows: list[int], table: ScheduleTable, timer: GpuTimer) -> Iterator[tuple[int, dict[str, float]]]:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compute the step; early: kernels start before the one in front of them has ended."""
+
+    table: ScheduleTable
+    run: Callable[[Step, Tensor, list[Layer], Tensor], Tensor]
+    early: bool = True
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Take its schedules and its launches."""
+        kept = linear_launch.early_launch
+        use_table(self.table)
+        if not self.early:
+            linear_launch.early_launch = lambda device: {"EARLY": False}
+        try:
+            yield
+        finally:
+            linear_launch.early_launch = kept
+
+
+def ways(model: Step, table: ScheduleTable) -> dict[str, Way]:
+    """By name: linear layers alone, then with what stands between them."""
+    prefetches = {f"prefetch {size // 1024}K": Way(prefetching(table, model, size), plain) for size in PREFETCHES}
+    return {
+        "cuBLAS": Way(table, plain_by_cublas),
+        "linear": Way(table, plain),
+        "not early": Way(table, plain, early=False),
+        **prefetches,
+        "cuBLAS, silu · mul, adds": Way(table, whole),
+        "fused": Way(table, fused),
+    }
+
+
+def run_way(model: Step, rows: int, way: Way) -> None:
+    """Run a step of one layer once: its kernels are in Triton's cache then."""
+    layers, head = replace(model, layers=1).weights()
+    with way.chosen():
+        way.run(model, _input(model, rows), layers, head)
+    torch.cuda.synchronize()
+
+
+def time_step(
+    model: Step, rows: list[int], table: ScheduleTable, timer: GpuTimer
+) -> Iterator[tuple[int, dict[str, float]]]:
     """Milliseconds of each way to compute the step, for every number of rows."""
     layers, head = model.weights()
     for count in rows:
-        x = torch.randn(count, model.hidden, device="cuda", dtype=torch.bfloat16)
+        x = _input(model, count)
         check(model, x, layers[:2], head, table)
-        times = {"cuBLAS": timer.replayed([lambda x=x: plain(model, x, layers, head, F.linear)]) * 1e3}
-        use_table(table)
-        times["linear"] = timer.replayed([lambda x=x: plain(model, x, layers, head, linear)]) * 1e3
-        with without_early_launch():
-            times["not early"] = timer.replayed([lambda x=x: plain(model, x, layers, head, linear)]) * 1e3
-        for size in PREFETCHES:
-            use_table(prefetching(table, model, size))
-            times[f"prefetch {size // 1024}K"] = timer.replayed([lambda x=x: plain(model, x, layers, head, linear)]) * 1e3
-        use_table(table)
-        times["cuBLAS, silu · mul, adds"] = timer.replayed([lambda x=x: whole(x, layers, head, model)]) * 1e3
-        times["fused"] = timer.replayed([lambda x=x: fused(x, layers, head, model)]) * 1e3
+        times = {}
+        for name, way in ways(model, table).items():
+            with way.chosen():
+                times[name] = timer.replayed([partial(way.run, model, x, layers, head)]) * 1e3
         yield count, times
 
 
-def plain(model: Step, x: Tensor, layers: list[Layer], head: Tensor, operator: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def plain(
+    model: Step,
+    x: Tensor,
+    layers: list[Layer],
+    head: Tensor,
+    operator: Callable[[Tensor, Tensor], Tensor] = linear,
+) -> Tensor:
     """Nothing but the linear layers, each of what the one before gave."""
     for layer in layers:
         qkv = operator(x, layer["qkv"])
@@ -113,7 +158,12 @@ def plain(model: Step, x: Tensor, layers: list[Layer], head: Tensor, operator: C
     return operator(x, head)
 
 
-def whole(x: Tensor, layers: list[Layer], head: Tensor, model: Step) -> Tensor:
+def plain_by_cublas(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
+    """The same by torch."""
+    return plain(model, x, layers, head, F.linear)
+
+
+def whole(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
     """With the residual additions and silu · mul."""
     for layer in layers:
         x = x + F.linear(F.linear(x, layer["qkv"])[:, : model.hidden], layer["o"])
@@ -121,7 +171,7 @@ def whole(x: Tensor, layers: list[Layer], head: Tensor, model: Step) -> Tensor:
     return F.linear(x, head)
 
 
-def fused(x: Tensor, layers: list[Layer], head: Tensor, model: Step) -> Tensor:
+def fused(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
     """The same, in the kernels of the linear layers."""
     for layer in layers:
         x = linear(linear(x, layer["qkv"])[:, : model.hidden], layer["o"], residual=x)
@@ -132,8 +182,9 @@ def fused(x: Tensor, layers: list[Layer], head: Tensor, model: Step) -> Tensor:
 def check(model: Step, x: Tensor, layers: list[Layer], head: Tensor, table: ScheduleTable) -> None:
     """RuntimeError unless both ways agree on a few layers, and replays give the same bits."""
     use_table(table)
-    expected = whole(x.float(), [{k: v.float() for k, v in layer.items()} for layer in layers], head.float(), model)
-    first, second = fused(x, layers, head, model), fused(x, layers, head, model)
+    wide = [{name: weight.float() for name, weight in layer.items()} for layer in layers]
+    expected = whole(model, x.float(), wide, head.float())
+    first, second = fused(model, x, layers, head), fused(model, x, layers, head)
     error = (first.float() - expected).norm() / expected.norm()
     if not torch.equal(first, second) or not error < 0.02:
         raise RuntimeError(f"M={len(x)}: relative error {error:.4f}, same bits {torch.equal(first, second)}")
@@ -149,15 +200,8 @@ def prefetching(table: ScheduleTable, model: Step, size: int) -> ScheduleTable:
     return ScheduleTable(entries)
 
 
-@contextmanager
-def without_early_launch() -> Iterator[None]:
-    """Every kernel starts when the one before it has ended."""
-    kept = linear_launch.early_launch
-    linear_launch.early_launch = lambda device: {"EARLY": False}
-    try:
-        yield
-    finally:
-        linear_launch.early_launch = kept
+def _input(model: Step, rows: int) -> Tensor:
+    return torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16)
 
 
 def _random(rows: int, inputs: int) -> Tensor:

@@ -5,10 +5,13 @@ before the kernel in front of them has ended, and add the layer's residual or ap
 A row's result does not depend on the other rows of x, only on how many there are (that chooses the schedule).
 """
 
+from functools import cache
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 
-from bladellm_kernels.linear_schedules import MAX_ROWS, Schedule, ScheduleTable
+from bladellm_kernels.linear_schedules import MAX_ROWS, Schedule, ScheduleTable, load_table
 from bladellm_kernels.silu_mul import silu_mul
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -17,13 +20,21 @@ TYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 """Elements that strides and inputs must be multiples of, and bytes that addresses must be, for 16-byte loads."""
 
-_table = ScheduleTable()
+_given_table: ScheduleTable | None = None
 
 
-def use_table(table: ScheduleTable) -> None:
-    """Take schedules from this table from now on."""
-    global _table
-    _table = table
+def use_table(table: ScheduleTable | None) -> None:
+    """Take schedules from this table from now on; None for the one measured on the device, the default."""
+    global _given_table
+    _given_table = table
+
+
+@cache
+def measured_table(device: torch.device) -> ScheduleTable:
+    """What the benchmark measured on a GPU of this name, `schedules/linear_*.json`, or an empty table."""
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "_")
+    path = Path(__file__).parent / "schedules" / f"linear_{name}.json"
+    return load_table(path) if path.exists() else ScheduleTable()
 
 
 def linear(
@@ -86,7 +97,8 @@ def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> 
         return None
     if inputs == 0 or len(weight) == 0 or not _fits(x) or not _fits(weight):
         return None
-    return _table.choose(rows, len(weight) // (1 + gated), inputs, gated)
+    table = _given_table or measured_table(x.device)
+    return table.choose(rows, len(weight) // (1 + gated), inputs, gated)
 
 
 def _fits(matrix: torch.Tensor) -> bool:

@@ -5,8 +5,12 @@ import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.linear_tile_triton import (
-    apply_gate, block_outputs, load_weight, prefetch_weight, store_outputs
-)  # fmt: skip
+    apply_gate,
+    block_outputs,
+    load_weight,
+    prefetch_weight,
+    store_outputs,
+)
 
 VECTOR = tl.constexpr(8)
 """16-bit numbers that a thread loads at once: their products are added before they meet those of other threads."""
@@ -44,17 +48,13 @@ def gemv_kernel(
     if EARLY and PREFETCH > 0:
         length = tl.cdiv(inputs, BLOCK_K)
         first = tl.minimum(1, length - 1)
-        prefetch_weight(
-            weight, weight_stride, outputs, inputs, block, first, length, BLOCK_N, BLOCK_K, PREFETCH, PARTS
-        )
+        prefetch_weight(weight, weight_stride, outputs, inputs, block, first, length, BLOCK_N, BLOCK_K, PREFETCH, PARTS)
     wait_for_inputs(EARLY)
     sums: tl.tuple = ()
     for _sum in tl.static_range(ROWS * PARTS):
         sums += (tl.full((BLOCK_N, BLOCK_K // VECTOR), 0.0, tl.float32),)
     for _start in tl.range(0, inputs - BLOCK_K, BLOCK_K):
-        following = _load_parts(
-            weight, weight_stride, outputs, inputs, block, column + BLOCK_K, BLOCK_N, EVEN, PARTS
-        )
+        following = _load_parts(weight, weight_stride, outputs, inputs, block, column + BLOCK_K, BLOCK_N, EVEN, PARTS)
         sums = _add_products(sums, tiles, x, x_stride, column, inputs, ROWS, BLOCK_N, BLOCK_K, True, PARTS)
         tiles = following
         column += BLOCK_K

@@ -77,7 +77,7 @@ def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
     schedule must fit its shared memory (227 KiB) beside each other.
     """
     if rows <= 2:
-        return GemvSchedule(block_n=4, block_k=1024, prefetch=8192)
+        return GemvSchedule(block_n=4 // (1 + gated), block_k=1024, prefetch=8192)
     if rows > 64:
         return None
     block_m = max(8, power_of_two(rows))
@@ -101,8 +101,7 @@ def save_table(table: ScheduleTable, path: Path) -> None:
 
 
 def load_table(path: Path) -> ScheduleTable:
-    """The table `save_table` wrote. Raises ValueError, naming the shape, where rows do not ascend or a field is wrong.
-    """
+    """The table `save_table` wrote. Raises ValueError naming the shape where a field is wrong or rows do not ascend."""
     entries = {}
     for shape in json.loads(path.read_text()):
         key = (shape["outputs"], shape["inputs"], shape["gated"])

@@ -11,8 +11,12 @@ import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.linear_tile_triton import (
-    apply_gate, block_outputs, load_weight, prefetch_weight, store_outputs
-)  # fmt: skip
+    apply_gate,
+    block_outputs,
+    load_weight,
+    prefetch_weight,
+    store_outputs,
+)
 
 UNROLLED = tl.constexpr(16384)
 """Partial sums that are asked for at once; of larger tiles registers hold one segment's."""
@@ -56,7 +60,17 @@ def linear_kernel(
     if EARLY and PREFETCH > 0:
         stop = tl.minimum(end, (tile // length + 1) * length) - tile // length * length
         prefetch_weight(
-            weight, weight_stride, outputs, inputs, tile // length, tile % length, stop, BLOCK_N, BLOCK_K, PREFETCH, PARTS
+            weight,
+            weight_stride,
+            outputs,
+            inputs,
+            tile // length,
+            tile % length,
+            stop,
+            BLOCK_N,
+            BLOCK_K,
+            PREFETCH,
+            PARTS,
         )
     wait_for_inputs(EARLY)
     while tile < end:
@@ -73,9 +87,7 @@ def linear_kernel(
             sums = _add_products(
                 sums, weight, weight_stride, outputs, inputs, block, column, numbers, BLOCK_N, EVEN, PARTS, UPCAST
             )
-        sums, last = _join_segments(
-            sums, partial, counters, block, length, total, BLOCK_M, BLOCK_N, SEGMENTS, PARTS
-        )
+        sums, last = _join_segments(sums, partial, counters, block, length, total, BLOCK_M, BLOCK_N, SEGMENTS, PARTS)
         if last:
             values = apply_gate(sums, bias, block, outputs, BLOCK_N, PARTS)
             store_outputs(
@@ -153,9 +165,7 @@ def _join_segments(
         last = tl.atomic_add(counters + block, 1, sem="acq_rel") == segments - 1
         if last:
             tl.store(counters + block, 0)
-            sums = _added_segments(
-                partial + place, lowest, segments, block, length, total, SIZE, SEGMENTS, PARTS
-            )
+            sums = _added_segments(partial + place, lowest, segments, block, length, total, SIZE, SEGMENTS, PARTS)
     return sums, last
 
 
@@ -176,7 +186,7 @@ def _added_segments(
     SEGMENTS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tuple:
-    """Sums of all segments, in their order; read past the L1 cache, which does not see other multiprocessors' writes."""
+    """Sums of all segments, in their order; read past the L1 cache, which does not see what others write."""
     added: tl.tuple = ()
     for part in tl.static_range(PARTS):
         whole = tl.full(partial.shape, 0.0, tl.float32)
