@@ -65,7 +65,7 @@ def launch(call: LinearCall, schedule: Schedule) -> None:
     if isinstance(schedule, GemvSchedule):
         launch_gemv(call, schedule)
         return
-    programs = multiprocessors(call.x.device) * schedule.programs
+    programs = multiprocessors(call.x.device) * schedule.programs or triton.cdiv(call.outputs, schedule.block_n)
     launch_dot(call, schedule, programs, _workspace(call.x.device, *workspace_sizes(call, schedule, programs)))
 
 
@@ -112,6 +112,8 @@ def launch_dot(call: LinearCall, schedule: DotSchedule, programs: int, workspace
 
 def workspace_sizes(call: LinearCall, schedule: DotSchedule, programs: int) -> tuple[int, int]:
     """Numbers of partial sums and of counters: two slots a program, and a counter a block of outputs."""
+    if schedule.programs == 0:
+        return 0, 0
     slot = call.parts * schedule.block_n * schedule.block_m
     return 2 * programs * slot, triton.cdiv(call.outputs, schedule.block_n)
 
@@ -121,6 +123,8 @@ def most_segments(length: int, total: int, programs: int) -> int:
 
     Each program has total // programs tiles at least.
     """
+    if total == programs * length:
+        return 1
     return power_of_two(min(programs, (length - 2) // (total // programs) + 2)) if length > 1 else 1
 
 

@@ -31,7 +31,8 @@ class DotSchedule:
     """Tensor cores; the tiles of the weight, counted along K, are divided evenly among a fixed number of programs.
 
     block_m: columns of the product, at least the rows of x; block_n, block_k: a tile of the weight; powers of two.
-    programs: per multiprocessor. stages: tiles that are on their way or in use. prefetch: as above.
+    programs: per multiprocessor; 0 for one to every block of outputs, so that none is divided. stages: tiles on their
+    way or in use. prefetch: as above.
     """
 
     block_m: int

@@ -87,7 +87,11 @@ def linear_kernel(
             sums = _add_products(
                 sums, weight, weight_stride, outputs, inputs, block, column, numbers, BLOCK_N, EVEN, PARTS, UPCAST
             )
-        sums, last = _join_segments(sums, partial, counters, block, length, total, BLOCK_M, BLOCK_N, SEGMENTS, PARTS)
+        last = True
+        if SEGMENTS > 1:
+            sums, last = _join_segments(
+                sums, partial, counters, block, length, total, BLOCK_M, BLOCK_N, SEGMENTS, PARTS
+            )
         if last:
             values = apply_gate(sums, bias, block, outputs, BLOCK_N, PARTS)
             store_outputs(

@@ -65,7 +65,8 @@ def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtyp
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     call = LinearCall(x, torch.empty(parts * outputs, inputs, dtype=dtype), None, None, out, parts)
     if isinstance(schedule, DotSchedule):
-        launch_dot(call, schedule, 132 * schedule.programs, new_workspace(x.device, 16, 16))
+        programs = 132 * schedule.programs or -(-outputs // schedule.block_n)
+        launch_dot(call, schedule, programs, new_workspace(x.device, 16, 16))
     else:
         launch_gemv(call, schedule)
     return compiled[0]

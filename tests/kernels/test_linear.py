@@ -172,10 +172,10 @@ def test_a_wrong_table_names_the_shape(tmp_path):
         load_table(path)
 
 
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
-def test_default_schedules_hold_their_rows(rows):
-    schedule = default_schedule(rows)
-    assert not isinstance(schedule, DotSchedule) or schedule.block_m >= rows
+def test_default_schedules_hold_their_rows():
+    for rows, gated in product(range(1, MAX_ROWS + 1), (False, True)):
+        schedule = default_schedule(rows, gated)
+        assert not isinstance(schedule, DotSchedule) or schedule.block_m >= rows
 
 
 @pytest.mark.gpu
