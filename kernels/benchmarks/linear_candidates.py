@@ -43,7 +43,7 @@ def candidates(rows: int, gated: bool) -> list[Schedule]:
         DotSchedule(block_m, block_n, block_k, programs, stages, warps, prefetch=32 * KIB)
         for block_n, block_k, programs, stages, warps in TILES.get(block_m, [])
     ]
-    return [_halved(schedule) for schedule in found] if gated else found
+    return list(dict.fromkeys(_halved(schedule) for schedule in found)) if gated else found
 
 
 def _halved(schedule: Schedule) -> Schedule:

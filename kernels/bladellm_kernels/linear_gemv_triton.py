@@ -47,8 +47,8 @@ def gemv_kernel(
     tiles = _load_parts(weight, weight_stride, outputs, inputs, block, column, BLOCK_N, EVEN, PARTS)
     if EARLY and PREFETCH > 0:
         length = tl.cdiv(inputs, BLOCK_K)
-        first = tl.minimum(1, length - 1)
-        prefetch_weight(weight, weight_stride, outputs, inputs, block, first, length, BLOCK_N, BLOCK_K, PREFETCH, PARTS)
+        first, end = block * length + 1, (block + 1) * length
+        prefetch_weight(weight, weight_stride, outputs, inputs, first, end, BLOCK_N, BLOCK_K, PREFETCH, PARTS)
     wait_for_inputs(EARLY)
     sums: tl.tuple = ()
     for _sum in tl.static_range(ROWS * PARTS):

@@ -41,21 +41,18 @@ def prefetch_weight(
     weight_stride: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    block: tl.tensor,
     first: tl.tensor,
-    stop: tl.tensor,
+    end: tl.tensor,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Ask for TILES tiles of a block's rows into the L2 cache, from tile `first` along K and before tile `stop`."""
+    """Ask for tiles [first, first + TILES), but none from `end` on, into the L2 cache; tiles count along K, then N."""
     SECTOR: tl.constexpr = 256 // weight.dtype.element_ty.primitive_bitwidth
-    column = first * BLOCK_K + tl.arange(0, TILES * BLOCK_K // SECTOR) * SECTOR
-    column = tl.minimum(column, tl.minimum(stop * BLOCK_K, inputs) - 1)
+    output, column = tile_sectors(outputs, inputs, first, end, BLOCK_N, BLOCK_K, TILES, SECTOR)
     for part in tl.static_range(PARTS):
-        row = (tl.minimum(block_outputs(block, BLOCK_N), outputs - 1) + part * outputs).to(tl.int64)
-        place = weight + row[:, None] * weight_stride + column[None, :]
+        place = weight + (output + part * outputs).to(tl.int64) * weight_stride + column
         # Not the bulk instruction: that takes one address of a warp at a time.
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -65,6 +62,27 @@ def prefetch_weight(
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_sectors(
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    SECTOR: tl.constexpr,
+) -> tl.tuple:
+    """Output and first column of every SECTOR numbers of the tiles; those beyond the weight are its last ones."""
+    PIECES: tl.constexpr = BLOCK_K // SECTOR
+    length = tl.cdiv(inputs, BLOCK_K)
+    piece = tl.arange(0, TILES * PIECES)
+    tile = tl.minimum(first + piece // PIECES, end - 1)
+    column = tl.minimum(tile % length * BLOCK_K + piece % PIECES * SECTOR, inputs - 1)
+    output = (tile // length * BLOCK_N)[None, :] + tl.arange(0, BLOCK_N)[:, None]
+    return tl.minimum(output, outputs - 1), column[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

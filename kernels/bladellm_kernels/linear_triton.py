@@ -58,20 +58,7 @@ def linear_kernel(
     tile = _first_tile(tl.program_id(0), total)
     end = _first_tile(tl.program_id(0) + 1, total)
     if EARLY and PREFETCH > 0:
-        stop = tl.minimum(end, (tile // length + 1) * length) - tile // length * length
-        prefetch_weight(
-            weight,
-            weight_stride,
-            outputs,
-            inputs,
-            tile // length,
-            tile % length,
-            stop,
-            BLOCK_N,
-            BLOCK_K,
-            PREFETCH,
-            PARTS,
-        )
+        prefetch_weight(weight, weight_stride, outputs, inputs, tile, end, BLOCK_N, BLOCK_K, PREFETCH, PARTS)
     wait_for_inputs(EARLY)
     while tile < end:
         block = tile // length

@@ -1,9 +1,12 @@
 """Random calls of `linear` into poisoned outputs, and its kernels without a GPU."""
 
 import torch
+import triton
+import triton.language as tl
 from bladellm_kernels import linear_launch as launches
 from bladellm_kernels.linear_launch import LinearCall, launch_dot, launch_gemv, new_workspace, workspace_sizes
 from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, Schedule
+from bladellm_kernels.linear_tile_triton import tile_sectors
 
 
 def linear_call(sizes, dtype, parts=1, extras=False, device="cpu") -> LinearCall:
@@ -70,3 +73,21 @@ def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtyp
     else:
         launch_gemv(call, schedule)
     return compiled[0]
+
+
+@triton.jit
+def store_sectors_kernel(
+    numbers,
+    outputs,
+    inputs,
+    first,
+    end,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    SECTOR: tl.constexpr,
+):
+    """Where `tile_sectors` says that sectors of a contiguous weight begin, as numbers from its start."""
+    output, column = tile_sectors(outputs, inputs, first, end, BLOCK_N, BLOCK_K, TILES, SECTOR)
+    row, sector = tl.arange(0, BLOCK_N), tl.arange(0, TILES * BLOCK_K // SECTOR)
+    tl.store(numbers + row[:, None] * (TILES * BLOCK_K // SECTOR) + sector[None, :], output * inputs + column)

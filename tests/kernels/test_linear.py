@@ -87,6 +87,19 @@ def interpreted() -> None:
             call = linear_call((5, 34, 101), dtype, parts, extras=programs > 1)
             assert_close(run(call, DotSchedule(8, 16, 16), programs), expected_of(call), dtype)
     rows_do_not_mix()
+    sectors_cover_the_tiles()
+
+
+def sectors_cover_the_tiles() -> None:
+    """Of 7 outputs and 80 inputs in tiles of 4 × 32, three to a block: from tile 2 on, but none from tile `end` on."""
+    from tests.kernels.linear_support import store_sectors_kernel
+
+    for end, expected in ((3, {(0, 64)}), (4, {(0, 64), (4, 0)}), (6, {(0, 64), (4, 0), (4, 32), (4, 64)})):
+        numbers = torch.full((4, 4 * 2), -1, dtype=torch.int32)
+        store_sectors_kernel[(1,)](numbers, 7, 80, 2, end, 4, 32, 4, 16)
+        found = {(place // 80, place % 80) for place in numbers.flatten().tolist()}
+        tiles = {(low + row, first + half) for low, first in expected for row in range(4) for half in (0, 16)}
+        assert found == {(min(row, 6), min(column, 79)) for row, column in tiles}
 
 
 def rows_do_not_mix() -> None:
