@@ -180,14 +180,15 @@ def fused(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
 
 
 def check(model: Step, x: Tensor, layers: list[Layer], head: Tensor, table: ScheduleTable) -> None:
-    """RuntimeError unless both ways agree on a few layers, and replays give the same bits."""
+    """RuntimeError unless a few layers are as close to float32 as by torch's operators, with the same bits each time."""
     use_table(table)
     wide = [{name: weight.float() for name, weight in layer.items()} for layer in layers]
     expected = whole(model, x.float(), wide, head.float())
     first, second = fused(model, x, layers, head), fused(model, x, layers, head)
-    error = (first.float() - expected).norm() / expected.norm()
-    if not torch.equal(first, second) or not error < 0.02:
-        raise RuntimeError(f"M={len(x)}: relative error {error:.4f}, same bits {torch.equal(first, second)}")
+    error, usual = ((y.float() - expected).norm() for y in (first, whole(model, x, layers, head)))
+    if not torch.equal(first, second) or not error < 1.2 * usual:
+        same = torch.equal(first, second)
+        raise RuntimeError(f"M={len(x)}: error {error:.4f}, torch's {usual:.4f}, same bits {same}")
 
 
 def prefetching(table: ScheduleTable, model: Step, size: int) -> ScheduleTable:
