@@ -1,0 +1,159 @@
+"""Linear layers of 16-bit weights: kernels of our own where x has few rows, cuBLAS for the others.
+
+A layer of few rows is bound by reading its weight. The kernels read it at the speed of the memory, start to read it
+before the kernel in front of them has ended, and add the layer's residual or apply its gate without a kernel more.
+A row's result does not depend on the other rows of x, only on how many there are (that chooses the schedule).
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bladellm_kernels.linear_schedules import MAX_ROWS, Schedule, ScheduleTable, load_table
+from bladellm_kernels.silu_mul import silu_mul
+
+TYPES = (torch.bfloat16, torch.float16)
+"""Of the kernels; others go to torch."""
+
+_ALIGNMENT = 16
+"""Elements that strides and inputs must be multiples of, and bytes that addresses must be, for 16-byte loads."""
+
+_given_table: ScheduleTable | None = None
+
+
+def use_table(table: ScheduleTable | None) -> None:
+    """Take schedules from this table from now on; None for the one measured on the device, the default."""
+    global _given_table
+    _given_table = table
+
+
+@cache
+def measured_table(device: torch.device) -> ScheduleTable:
+    """What the benchmark measured on a GPU of this name, `schedules/linear_*.json`, or an empty table."""
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "_")
+    path = Path(__file__).parent / "schedules" / f"linear_{name}.json"
+    return load_table(path) if path.exists() else ScheduleTable()
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x · weightᵀ + bias + residual`, summed in float32 on CUDA.
+
+    x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], may be `out`; all of one floating-point type and device.
+    out: [M, N] to write to. Returns it, or a new tensor. Raises ValueError naming the argument that is wrong.
+    """
+    _check(x, weight, bias, out, residual, weight.shape[0])
+    schedule = schedule_for(x, weight)
+    if schedule is None:
+        return _by_torch(x, weight, bias, out, residual)
+    return _launch(schedule, x, weight, bias, out, residual, 1)
+
+
+def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu(gate) · up` of `x · weightᵀ`, as `silu_mul(linear(x, weight))` but with no rounding in between on CUDA.
+
+    x: [M, K]; weight: [2·N, K], the gate's rows first; one floating-point type and device. out: [M, N] to write to.
+    Returns it, or a new tensor. Raises ValueError naming the argument that is wrong.
+    """
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight must have as many rows for the gate as for the other half, got {weight.shape[0]}")
+    _check(x, weight, None, out, None, weight.shape[0] // 2)
+    schedule = schedule_for(x, weight, gated=True)
+    if schedule is not None:
+        return _launch(schedule, x, weight, None, out, None, 2)
+    y = silu_mul(linear(x, weight))
+    return y if out is None else out.copy_(y)
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` in float64. Returns float64."""
+    y = x.double() @ weight.double().t()
+    y = y if bias is None else y + bias.double()
+    return y if residual is None else y + residual.double()
+
+
+def linear_silu_mul_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`linear_silu_mul` in float64. Returns float64."""
+    gate, up = linear_reference(x, weight).chunk(2, dim=1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> Schedule | None:
+    """The schedule of a kernel, or None where torch computes it: no CUDA, many rows, other types, odd layouts."""
+    rows, inputs = x.shape
+    if not x.is_cuda or not 0 < rows <= MAX_ROWS or x.dtype not in TYPES or torch.version.hip is not None:
+        return None
+    if inputs == 0 or len(weight) == 0 or not _fits(x) or not _fits(weight):
+        return None
+    table = _given_table or measured_table(x.device)
+    return table.choose(rows, len(weight) // (1 + gated), inputs, gated)
+
+
+def _fits(matrix: torch.Tensor) -> bool:
+    """Whether every 16 elements of a row begin at an address of 16-byte loads."""
+    rows, columns = matrix.shape
+    aligned = columns % _ALIGNMENT == 0 and (rows == 1 or matrix.stride(0) % _ALIGNMENT == 0)
+    return aligned and matrix.stride(1) == 1 and matrix.data_ptr() % _ALIGNMENT == 0
+
+
+def _launch(
+    schedule: Schedule,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    parts: int,
+) -> torch.Tensor:
+    from bladellm_kernels.linear_launch import LinearCall, launch
+
+    if out is None:
+        out = x.new_empty(len(x), len(weight) // parts)
+    launch(LinearCall(x, weight, bias, residual, out, parts), schedule)
+    return out
+
+
+def _by_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    y = F.linear(x, weight, bias)
+    y = y if residual is None else y.add_(residual)
+    return y if out is None else out.copy_(y)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    outputs: int,
+) -> None:
+    if weight.ndim != 2 or x.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [M, K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}")
+    shapes = {"weight": weight.shape, "bias": weight.shape[:1], "out": (len(x), outputs), "residual": (len(x), outputs)}
+    for name, tensor in (("weight", weight), ("bias", bias), ("out", out), ("residual", residual)):
+        if tensor is None:
+            continue
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(f"{name} must be {x.dtype} on {x.device} like x, got {tensor.dtype} on {tensor.device}")
+        if name != "weight" and tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")

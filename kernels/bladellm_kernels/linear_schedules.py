@@ -1,0 +1,129 @@
+"""How linear layers of few rows are launched: by a table of measured schedules, or one rule for shapes not in it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+MAX_ROWS = 256
+"""Rows of x from which on a linear layer is bound by arithmetic, and left to cuBLAS."""
+
+GEMV_ROWS = 4
+"""Most rows of x for products without tensor cores: with more of them arithmetic is no longer hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemvSchedule:
+    """Products in float32 without tensor cores; every program takes block_n outputs and the whole of K.
+
+    block_n, block_k: a tile of the weight, powers of two; one is in registers while the next one is on its way.
+    prefetch: bytes of the weight that a program asks into the L2 cache before its inputs are ready.
+    """
+
+    block_n: int
+    block_k: int
+    warps: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DotSchedule:
+    """Tensor cores; the tiles of the weight, counted along K, are divided evenly among a fixed number of programs.
+
+    block_m: columns of the product, at least the rows of x; block_n, block_k: a tile of the weight; powers of two.
+    programs: per multiprocessor; 0 for one to every block of outputs, so that none is divided. stages: tiles on their
+    way or in use. prefetch: as above.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    programs: int = 2
+    stages: int = 4
+    warps: int = 4
+    prefetch: int = 0
+
+
+Schedule = GemvSchedule | DotSchedule
+_KINDS: dict[str, type[GemvSchedule] | type[DotSchedule]] = {"gemv": GemvSchedule, "dot": DotSchedule}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The schedule of up to `rows` rows of x; None for cuBLAS."""
+
+    rows: int
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleTable:
+    """entries: by outputs N, inputs K and whether SiLU · mul follows; ascending in rows."""
+
+    entries: Mapping[tuple[int, int, bool], Sequence[Entry]] = field(default_factory=dict)
+
+    def choose(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> Schedule | None:
+        """The schedule of x [rows, inputs] and a weight of `outputs` outputs, None for cuBLAS."""
+        known = self.entries.get((outputs, inputs, gated), ())
+        for entry in known:
+            if rows <= entry.rows:
+                return entry.schedule
+        return None if known else default_schedule(rows, gated)
+
+
+def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
+    """For shapes nobody measured, None for cuBLAS.
+
+    About 48 KiB of weight must be under way in a multiprocessor for the bandwidth of its memory, and two programs of a
+    schedule must fit its shared memory (227 KiB) beside each other.
+    """
+    if rows <= 2:
+        return GemvSchedule(block_n=4 // (1 + gated), block_k=1024, prefetch=8192)
+    if rows > 64:
+        return None
+    block_m = max(8, power_of_two(rows))
+    if gated or block_m <= 16:
+        return DotSchedule(block_m, block_n=64, block_k=128 // (1 + gated), stages=4, prefetch=32768)
+    return DotSchedule(block_m, block_n=128, block_k=64, stages=4, warps=8, prefetch=32768)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def save_table(table: ScheduleTable, path: Path) -> None:
+    """Write a table as JSON: a list of shapes with their entries."""
+    shapes = [
+        {"outputs": n, "inputs": k, "gated": gated, "entries": [_entry_fields(entry) for entry in entries]}
+        for (n, k, gated), entries in table.entries.items()
+    ]
+    path.write_text(json.dumps(shapes, indent=1) + "\n")
+
+
+def load_table(path: Path) -> ScheduleTable:
+    """The table `save_table` wrote. Raises ValueError naming the shape where a field is wrong or rows do not ascend."""
+    entries = {}
+    for shape in json.loads(path.read_text()):
+        key = (shape["outputs"], shape["inputs"], shape["gated"])
+        try:
+            entries[key] = tuple(_entry(fields) for fields in shape["entries"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}, shape {key}: {error}") from error
+        rows = [entry.rows for entry in entries[key]]
+        if not rows or rows != sorted(set(rows)):
+            raise ValueError(f"{path}, shape {key}: rows must ascend, got {rows}")
+    return ScheduleTable(entries)
+
+
+def _entry_fields(entry: Entry) -> dict[str, object]:
+    kind = next((name for name, kind in _KINDS.items() if isinstance(entry.schedule, kind)), "cublas")
+    return {"rows": entry.rows, "kind": kind} | ({} if entry.schedule is None else asdict(entry.schedule))
+
+
+def _entry(fields: dict[str, object]) -> Entry:
+    values = dict(fields)
+    rows, kind = values.pop("rows"), values.pop("kind")
+    if not isinstance(rows, int):
+        raise TypeError(f"rows must be a whole number, got {rows!r}")
+    return Entry(rows, None if kind == "cublas" else _KINDS[str(kind)](**values))  # type: ignore[arg-type]
