@@ -5,6 +5,7 @@ from math import gcd
 
 import torch
 
+from bladellm_kernels.decode_prefetch_triton import GRAIN
 from bladellm_kernels.decode_work import DecodeWork, power_of_two, row_tile
 from bladellm_kernels.kv_layer import KvLayer
 
@@ -20,7 +21,8 @@ class DecodeShape:
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
-    CUDA instructions.
+    CUDA instructions. row_bytes: of a head's keys, or values, at a position. ahead: blocks of the next sequence
+    that may be brought into the L2 cache before they are needed.
     """
 
     kv_heads: int
@@ -46,6 +48,17 @@ class DecodeShape:
     block_kv: int
     warps: int
     tokens: int
+    row_bytes: int
+    ahead: int
+
+    @property
+    def row_grains(self) -> int:
+        """Requests of `GRAIN` bytes, a power of two, that cover row_bytes."""
+        return power_of_two(-(-self.row_bytes // GRAIN.value))
+
+    @property
+    def prefetches(self) -> bool:
+        return not (self.plain or self.paged)
 
 
 def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
@@ -80,6 +93,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,
+        row_bytes=units * unit_bytes(kv),
+        ahead=work.schedule.stages - 1,
     )
 
 

@@ -74,7 +74,7 @@ def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
     return min(max(power_of_two(rows), 8), most)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeWork:
     """The split of one step for layers of one window.
 
@@ -82,6 +82,7 @@ class DecodeWork:
     sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
+    used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
     programs: torch.Tensor
@@ -91,6 +92,7 @@ class DecodeWork:
     window: int | None
     query_len: int
     schedule: DecodeSchedule
+    used: bool = False
 
 
 class DecodeWorkspace:

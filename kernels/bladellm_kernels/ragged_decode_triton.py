@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_prefetch_triton import prefetch_block
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
+from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
@@ -36,50 +38,91 @@ class RowArguments(NamedTuple):
     head_stride: Any
 
 
-@triton.jit(do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"])  # type: ignore[untyped-decorator]
+class PlanArguments(NamedTuple):
+    """The sequences of a step as kernel arguments: how `DecodeWork` splits them, and where each one's KV is."""
+
+    programs: Any
+    sequences: Any
+    base_rows: Any
+    slots: Any
+    kv_lens: Any
+
+
+@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
     kv: tl.tuple,
-    base_rows: tl.tensor,
-    slots: tl.tensor,
-    kv_lens: tl.tensor,
-    programs: tl.tensor,
-    sequences: tl.tensor,
+    plan: tl.tuple,
     out: tl.tuple,
     partial: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
+    EARLY: tl.constexpr,
+    SETTLED: tl.constexpr,
 ) -> None:
-    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head."""
+    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head.
+
+    What a segment needs is asked for during the one before: its fields and queries before the loop over the blocks,
+    its first blocks, into the L2 cache, beside the last ones of that loop. SETTLED: the plan can be read before the
+    kernels before this one have ended.
+    """
     lane = tl.program_id(0) % (SHAPE.kv_heads * SHAPE.tiles)
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-    block = tl.load(programs + program * 3)
-    end = tl.load(programs + program * 3 + 1)
-    sequence = tl.load(programs + program * 3 + 2)
+    if not SETTLED:
+        wait_for_inputs(EARLY)
+    block = tl.load(plan.programs + program * 3)
+    end = tl.load(plan.programs + program * 3 + 1)
+    sequence = tl.load(plan.programs + program * 3 + 2)
+    first, last, span = _sequence(plan, sequence, block < end, head, window, SHAPE)
+    AHEAD: tl.constexpr = SHAPE.ahead if SHAPE.prefetches else 0
+    for ahead in tl.static_range(AHEAD):
+        prefetch_block(kv, span, span.lowest // SHAPE.block_kv + block - first + ahead, SHAPE)
+    if SETTLED:
+        wait_for_inputs(EARLY)
+    let_next_start(EARLY)
+    numbers = _load_queries(q, sequence, block < end, head, row, SHAPE)
     while block < end:
-        # All that is known of the sequence is asked for at once: what waits, waits for one of these.
-        first = tl.load(sequences + sequence * 5)
-        last = tl.load(sequences + sequence * 5 + 1)
-        skipped = tl.load(sequences + sequence * 5 + 2) - first
-        kv_len = tl.load(kv_lens + sequence).to(tl.int32)
-        slot = tl.load(slots + sequence)
-        base_row = tl.load(base_rows + sequence)
+        more = last < end
+        next_first, next_last, next_span = _sequence(plan, sequence + 1, more, head, window, SHAPE)
+        next_numbers = _load_queries(q, sequence + 1, more, head, row, SHAPE)
         stop = tl.minimum(last, end)
         if stop > block:
-            lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
-            span = Span(slot, base_row, lowest, kv_len, head)
-            queries = _queries(q, sequence, head, row, scale, SHAPE)
-            state = _attend(queries, kv, span, row, block + skipped, stop + skipped, window, SHAPE)
+            queries = _turn_queries(numbers, scale, SHAPE)
+            skipped = span.lowest // SHAPE.block_kv - first
+            state = _attend(queries, kv, span, next_span, row, block + skipped, stop + skipped, window, SHAPE)
             if (block == first) & (stop == last):
                 _store_output(state, out, sequence, head, row, SHAPE)
             else:
                 _store_partial(state, partial, lse, program + sequence, head, row, SHAPE)
             block = stop
         sequence += 1
+        first = next_first
+        last = next_last
+        span = next_span
+        numbers = next_numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sequence(
+    plan: tl.tuple, sequence: tl.tensor, known: tl.tensor, head: tl.tensor, window: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """First and end of a sequence's blocks in the count over the batch, and where to read it; asked for at once.
+
+    Empty where it is not known that there is such a sequence.
+    """
+    first = tl.load(plan.sequences + sequence * 5, mask=known, other=0)
+    last = tl.load(plan.sequences + sequence * 5 + 1, mask=known, other=0)
+    kv_len = tl.load(plan.kv_lens + sequence, mask=known, other=0).to(tl.int32)
+    slot = tl.load(plan.slots + sequence, mask=known, other=0)
+    base_row = tl.load(plan.base_rows + sequence, mask=known, other=0)
+    lowest = kv_len * 0
+    if SHAPE.windowed:
+        lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0)
+    return first, last, Span(slot, base_row, lowest, kv_len, head)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,6 +130,7 @@ def _attend(
     queries: tl.tuple,
     kv: tl.tuple,
     span: tl.tuple,
+    next_span: tl.tuple,
     row: tl.tensor,
     first: tl.tensor,
     stop: tl.tensor,
@@ -94,7 +138,7 @@ def _attend(
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
     """Blocks [first, stop) of a sequence: normalised outputs by part, [units_padded, rows] each, and the logarithm of
-    the sum of exponentials [rows]."""
+    the sum of exponentials [rows]. What comes next is prefetched."""
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
     total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
@@ -121,43 +165,56 @@ def _attend(
             p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
         outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
+        # Where the pipeline has nothing more to ask for.
+        if SHAPE.prefetches:
+            if block + SHAPE.ahead >= stop:
+                prefetch_block(kv, next_span, next_span.lowest // SHAPE.block_kv + block + SHAPE.ahead - stop, SHAPE)
     return _join_warps(outputs, maximum, total, shift, SHAPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _queries(
-    q: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, scale: tl.tensor, SHAPE: tl.constexpr
+def _load_queries(
+    q: tl.tuple, sequence: tl.tensor, known: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:
+    """The parts of a sequence's queries, [units_padded, rows] each; zero where it is not known that there are any."""
+    PARTS: tl.constexpr = SHAPE.parts
+    unit = tl.arange(0, SHAPE.units_padded)
+    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
+    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
+    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :] & known
+    parts: tl.tuple = ()
+    for part in tl.static_range(PARTS):
+        number = part_number(unit, part, PARTS, SHAPE.head_dim)
+        parts += (tl.load(place[None, :] + number[:, None], mask=inside, other=0.0),)
+    return parts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn_queries(parts: tl.tuple, scale: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
     """The parts of the queries [warps, units_padded, rows], their sum over the head [rows], and the factor of scores.
 
     Against quantized memory 16-bit queries become float16, with the largest between 1 and 2.
     """
     PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
     factor = scale * LOG2E
-    largest: tl.tensor = 0.0
-    parts: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        parts += (tl.load(place[None, :] + number[:, None], mask=inside, other=0.0),)
-        largest = tl.maximum(largest, tl.max(tl.abs(parts[part].to(tl.float32))))
-    query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
-    if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
+    shrink: tl.tensor = 1.0
+    if SHAPE.scaled and parts[0].dtype != tl.float32:
+        highest = tl.abs(parts[0].to(tl.float32))
+        for part in tl.static_range(1, PARTS):
+            highest = tl.maximum(highest, tl.abs(parts[part].to(tl.float32)))
         # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
-        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.max(highest).to(tl.int32, bitcast=True) & 0x7F800000
         factor *= exponent.to(tl.float32, bitcast=True)
         shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    sums = tl.full((SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32)
     turned: tl.tuple = ()
     for part in tl.static_range(PARTS):
         numbers = parts[part]
-        if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
+        if SHAPE.scaled and parts[0].dtype != tl.float32:
             numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
-        query_sum += tl.sum(numbers.to(tl.float32), 0)
+        sums += numbers.to(tl.float32)
         turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
-    return turned, query_sum, factor
+    return turned, tl.sum(sums, 0), factor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -284,17 +341,22 @@ def launch(
     schedule = work.schedule
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
+    early = early_launch(q.device)
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
-        base_rows, slots, kv_lens, work.programs, work.sequences,
+        PlanArguments(work.programs, work.sequences, base_rows, slots, kv_lens),
         RowArguments(out, out.stride(0), out.stride(1)),
         work.partial, work.lse, scale, work.window or 0,
         SHAPE=shape,
+        SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
         num_stages=2 * schedule.stages - 1 if gathers else schedule.stages,
         **_register_limit(schedule),
+        **early,
     )  # fmt: skip
+    # It let the next kernel start only when its own inputs, the plan among them, were complete.
+    work.used = True
     merge_segments(work.partial, work.lse, work.sequences, out)
 
 
