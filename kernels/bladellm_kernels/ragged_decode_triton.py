@@ -137,8 +137,8 @@ def _attend(
     window: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """Blocks [first, stop) of a sequence: normalised outputs by part, [units_padded, rows] each, and the logarithm of
-    the sum of exponentials [rows]. What comes next is prefetched."""
+    """Blocks [first, stop) of a sequence: normalised outputs by part and warp, [warps, units_padded, rows] each, to be
+    added up, and the logarithm of the sum of exponentials [rows]. What comes next is prefetched."""
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
     total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
@@ -277,16 +277,33 @@ def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.te
 def _join_warps(
     outputs: tl.tuple, maximum: tl.tensor, total: tl.tensor, shift: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The warps' states as one: normalised outputs by part, and the logarithm of the sum of exponentials."""
+    """Normalised outputs by part, which the warps' add up to, and the logarithm of the sum of exponentials."""
     PARTS: tl.constexpr = SHAPE.parts
     highest = tl.max(maximum, 0)
     weight = tl.exp2(maximum - highest[None, :])
     whole = tl.sum(total * weight, 0)
     share = weight / tl.where(whole == 0.0, 1.0, whole)[None, :]
-    joined: tl.tuple = ()
+    weighted: tl.tuple = ()
     for part in tl.static_range(PARTS):
-        joined += (tl.sum((outputs[part] + shift[:, None, :]) * share[:, None, :], 0),)
-    return joined, (highest + tl.log2(whole)) * LN2
+        weighted += ((outputs[part] + shift[:, None, :]) * share[:, None, :],)
+    return weighted, (highest + tl.log2(whole)) * LN2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_warps(numbers: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """The sum of numbers [warps, units_padded, rows] over warps: halves come to lie in one thread.
+
+    tl.sum exchanges by lanes, twice. Part of the stores, so that numbers come to where these want them at once.
+    """
+    WARPS: tl.constexpr = SHAPE.warps
+    folded = tl.permute(numbers, (1, 2, 0))
+    if WARPS >= 4:
+        left, right = tl.split(tl.reshape(folded, (SHAPE.units_padded, SHAPE.rows, WARPS // 2, 2)))
+        folded = left + right
+    if WARPS >= 2:
+        left, right = tl.split(folded)
+        folded = left + right
+    return folded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -300,7 +317,7 @@ def _store_output(
     inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
     for part in tl.static_range(PARTS):
         number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        numbers = state[0][part].to(out.rows.dtype.element_ty)
+        numbers = _sum_warps(state[0][part], SHAPE).to(out.rows.dtype.element_ty)
         tl.store(place[None, :] + number[:, None], numbers, mask=inside)
 
 
@@ -322,7 +339,7 @@ def _store_partial(
     for part in tl.static_range(PARTS):
         number = part_number(unit, part, PARTS, SHAPE.head_dim)
         target = partial + place.to(tl.int64)[None, :] * SHAPE.head_dim + number[:, None]
-        tl.store(target, state[0][part], mask=inside)
+        tl.store(target, _sum_warps(state[0][part], SHAPE), mask=inside)
     tl.store(lse + place, state[1], mask=row < SHAPE.rows_used)
 
 
