@@ -3,9 +3,6 @@
 import triton
 import triton.language as tl
 
-GRAIN = tl.constexpr(64)
-"""Bytes that one request brings: what an H200 moves to its L2 cache at a time."""
-
 # Not cp.async.bulk.prefetch: it takes its address from a uniform register, so a warp asks for one row after another.
 _PREFETCH = tl.constexpr("""{
         .reg .pred wanted;
@@ -24,7 +21,7 @@ def prefetch_block(kv: tl.tuple, span: tl.tuple, block: tl.tensor, SHAPE: tl.con
     GRAINS: tl.constexpr = SHAPE.row_grains
     request = tl.arange(0, SHAPE.block_kv * 2 * GRAINS)
     position = block * SHAPE.block_kv + request // (2 * GRAINS)
-    byte = request % GRAINS * GRAIN
+    byte = request % GRAINS * SHAPE.grain
     wanted = (position >= span.lowest) & (position < span.kv_len) & (byte < SHAPE.row_bytes)
     place = span.head.to(tl.int64) * kv.head_stride + (span.base_row + position) * kv.row_stride
     place += request // GRAINS % 2 * kv.value_stride

@@ -5,13 +5,15 @@ from math import gcd
 
 import torch
 
-from bladellm_kernels.decode_prefetch_triton import GRAIN
 from bladellm_kernels.decode_work import DecodeWork, power_of_two, row_tile
 from bladellm_kernels.kv_layer import KvLayer
 
 _RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3": 8, "fp8_e5m2": 14}
 """Exponent of a power of two not above half the range of codes: probabilities are raised by it before they are
 multiplied by scales, which are the largest value divided by that range, and rounded to float16."""
+
+_GRAIN = 64
+"""Bytes that one prefetch asks for: what an H200 moves to its L2 cache at a time."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
     CUDA instructions. row_bytes: of a head's keys, or values, at a position. ahead: blocks of the next sequence
-    that may be brought into the L2 cache before they are needed.
+    that may be brought into the L2 cache before they are needed, in requests for `grain` bytes.
     """
 
     kv_heads: int
@@ -50,11 +52,12 @@ class DecodeShape:
     tokens: int
     row_bytes: int
     ahead: int
+    grain: int
 
     @property
     def row_grains(self) -> int:
-        """Requests of `GRAIN` bytes, a power of two, that cover row_bytes."""
-        return power_of_two(-(-self.row_bytes // GRAIN.value))
+        """Requests for row_bytes, rounded up to a power of two."""
+        return power_of_two(-(-self.row_bytes // self.grain))
 
     @property
     def prefetches(self) -> bool:
@@ -95,6 +98,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         tokens=block_kv // work.schedule.warps,
         row_bytes=units * unit_bytes(kv),
         ahead=work.schedule.stages - 1,
+        grain=_GRAIN,
     )
 
 

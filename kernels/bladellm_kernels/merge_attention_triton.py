@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.decode_work import power_of_two
+from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
@@ -79,11 +80,17 @@ def merge_segments_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS."""
+    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS.
+
+    It may start early only after a kernel that has waited for the plan before it let this one start.
+    """
     sequence = tl.program_id(0)
     first = tl.load(sequences + sequence * 5 + 3)
     count = tl.load(sequences + sequence * 5 + 4)
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     if count != 1:
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
@@ -146,4 +153,5 @@ def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Te
         ROWS=tile,
         COLUMNS=columns,
         SEGMENTS=max(1, _TILE // (tile * columns)),
+        **early_launch(out.device),
     )  # fmt: skip

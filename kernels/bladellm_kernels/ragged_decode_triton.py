@@ -166,9 +166,8 @@ def _attend(
         outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
         # Where the pipeline has nothing more to ask for.
-        if SHAPE.prefetches:
-            if block + SHAPE.ahead >= stop:
-                prefetch_block(kv, next_span, next_span.lowest // SHAPE.block_kv + block + SHAPE.ahead - stop, SHAPE)
+        if SHAPE.prefetches and block + SHAPE.ahead >= stop:
+            prefetch_block(kv, next_span, next_span.lowest // SHAPE.block_kv + block + SHAPE.ahead - stop, SHAPE)
     return _join_warps(outputs, maximum, total, shift, SHAPE)
 
 
@@ -295,15 +294,13 @@ def _sum_warps(numbers: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
 
     tl.sum exchanges by lanes, twice. Part of the stores, so that numbers come to where these want them at once.
     """
-    WARPS: tl.constexpr = SHAPE.warps
     folded = tl.permute(numbers, (1, 2, 0))
-    if WARPS >= 4:
-        left, right = tl.split(tl.reshape(folded, (SHAPE.units_padded, SHAPE.rows, WARPS // 2, 2)))
-        folded = left + right
-    if WARPS >= 2:
-        left, right = tl.split(folded)
-        folded = left + right
-    return folded
+    for level in tl.static_range(1, 6):
+        if SHAPE.warps >> level >= 1:
+            halves = tl.reshape(folded, (SHAPE.units_padded, SHAPE.rows, SHAPE.warps >> level, 2))
+            left, right = tl.split(halves)
+            folded = left + right
+    return tl.reshape(folded, (SHAPE.units_padded, SHAPE.rows))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
