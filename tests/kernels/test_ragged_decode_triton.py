@@ -127,15 +127,36 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False):
     text = compiled.asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in text
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
-    loads = compiled.asm["ttgir"]
-    assert loads.count("tt.load") < 20
-    assert "ttg.async_copy_global_to_local" in loads
+    loop = inner_loop(compiled.asm["ttgir"])
+    # The granule of the next block; and one of the planes of scales and zeros, which Triton 3.6 does not copy ahead.
+    assert loop.count("tt.load") <= 1 + KV_FORMATS[format_name].affine
+    assert loop.count("ttg.async_copy_global_to_local") >= 2
+
+
+def inner_loop(text: str) -> str:
+    """The body of the only loop of a known kind in TTGIR."""
+    first = re.search(r"\n( *)%\S+ = scf\.for ", text)
+    return text[first.start() : text.index(f"\n{first[1]}}}", first.end())]
 
 
 @pytest.mark.parametrize("format_name", ["no_quant", "int4"])
 def test_compiled_for_hopper(format_name, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     check_compiled(monkeypatch, tmp_path, format_name, (32, 8, 128))
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+def test_it_waits_before_it_reads_what_earlier_kernels_write(launches, monkeypatch):
+    """The first kernel of a plan reads nothing before it waits; those after it only the plan, and nothing is stored."""
+    pytest.importorskip("triton")
+    case = decode_case("no_quant", torch.bfloat16, (4, 2, 64), [5, 9], granule_tokens=256)
+    text = compiled_for_hopper(monkeypatch, case, None, DecodeSchedule(64, 3, 4, 1), launches).asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in after
+    assert "st.global" not in before
+    assert "cp.async" not in before
+    assert ("ld.global" in before, "prefetch.global.L2" in before) == (launches > 1, launches > 1)
+    assert "prefetch.global.L2" in after
 
 
 @pytest.mark.slow
