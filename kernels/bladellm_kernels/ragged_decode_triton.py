@@ -18,7 +18,7 @@ from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.merge_attention_triton import merge_segments
+from bladellm_kernels.merge_attention_triton import merge_segments, merged_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
@@ -48,14 +48,22 @@ class PlanArguments(NamedTuple):
     kv_lens: Any
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
+class StateArguments(NamedTuple):
+    """Where segments leave their states: `partial`, `lse` and `arrived` of `DecodeWork`."""
+
+    partial: Any
+    lse: Any
+    arrived: Any
+
+
+@triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
     kv: tl.tuple,
     plan: tl.tuple,
     out: tl.tuple,
-    partial: tl.tensor,
-    lse: tl.tensor,
+    states: tl.tuple,
+    batch: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
@@ -85,6 +93,8 @@ def ragged_decode_kernel(
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
     numbers = _load_queries(q, sequence, block < end, head, row, SHAPE)
+    if SHAPE.merges:
+        _store_zeros(plan, out, program, batch, head, row, SHAPE)
     while block < end:
         more = last < end
         next_first, next_last, next_span = _sequence(plan, sequence + 1, more, head, window, SHAPE)
@@ -97,7 +107,9 @@ def ragged_decode_kernel(
             if (block == first) & (stop == last):
                 _store_output(state, out, sequence, head, row, SHAPE)
             else:
-                _store_partial(state, partial, lse, program + sequence, head, row, SHAPE)
+                _store_partial(state, states, program + sequence, head, row, SHAPE)
+                if SHAPE.merges:
+                    _merge_last(plan, states, out, sequence, lane, head, row, SHAPE)
             block = stop
         sequence += 1
         first = next_first
@@ -321,8 +333,7 @@ def _store_output(
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_partial(
     state: tl.tuple,
-    partial: tl.tensor,
-    lse: tl.tensor,
+    states: tl.tuple,
     segment: tl.tensor,
     head: tl.tensor,
     row: tl.tensor,
@@ -335,9 +346,79 @@ def _store_partial(
     inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
     for part in tl.static_range(PARTS):
         number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        target = partial + place.to(tl.int64)[None, :] * SHAPE.head_dim + number[:, None]
+        target = states.partial + place.to(tl.int64)[None, :] * SHAPE.head_dim + number[:, None]
         tl.store(target, _sum_warps(state[0][part], SHAPE), mask=inside)
-    tl.store(lse + place, state[1], mask=row < SHAPE.rows_used)
+    tl.store(states.lse + place, state[1], mask=row < SHAPE.rows_used)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_last(
+    plan: tl.tuple,
+    states: tl.tuple,
+    out: tl.tuple,
+    sequence: tl.tensor,
+    lane: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> None:
+    """Count a segment of a lane as done; where it is the sequence's last one, merge them all."""
+    first = tl.load(plan.sequences + sequence * 5 + 3)
+    count = tl.load(plan.sequences + sequence * 5 + 4)
+    arrived = states.arrived + sequence * (SHAPE.kv_heads * SHAPE.tiles) + lane
+    # All warps have stored before one thread says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1:
+        heads = SHAPE.kv_heads * SHAPE.group
+        place = row // SHAPE.group * heads + head * SHAPE.group + row % SHAPE.group
+        COLUMNS: tl.constexpr = SHAPE.columns
+        whole = merged_rows(
+            states.partial,
+            states.lse,
+            first,
+            count,
+            place,
+            row < SHAPE.rows_used,
+            SHAPE.query_len * heads,
+            SHAPE.head_dim,
+            SHAPE.rows,
+            COLUMNS,
+            SHAPE.merged_at_once,
+        )
+        _store_rows(whole, out, sequence, head, row, SHAPE)
+        # For the next launch.
+        tl.store(arrived, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_zeros(
+    plan: tl.tuple,
+    out: tl.tuple,
+    program: tl.tensor,
+    batch: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> None:
+    """The outputs of sequences of length 0, some of them each program."""
+    COLUMNS: tl.constexpr = SHAPE.columns
+    sequence = program
+    while sequence < batch:
+        if tl.load(plan.kv_lens + sequence) == 0:
+            _store_rows(tl.full((SHAPE.rows, COLUMNS), 0.0, tl.float32), out, sequence, head, row, SHAPE)
+        sequence += tl.num_programs(0) // (SHAPE.kv_heads * SHAPE.tiles)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(
+    rows: tl.tensor, out: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
+) -> None:
+    """Rows [rows, columns] of a sequence's output."""
+    column = tl.arange(0, rows.shape[1])
+    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
+    place = out.rows + token * out.token_stride + (head * SHAPE.group + row % SHAPE.group) * out.head_stride
+    inside = (row < SHAPE.rows_used)[:, None] & (column < SHAPE.head_dim)[None, :]
+    tl.store(place[:, None] + column[None, :], rows.to(out.rows.dtype.element_ty), mask=inside)
 
 
 def launch(
@@ -361,7 +442,8 @@ def launch(
         _kv_arguments(kv, shape.step, schedule.block_kv),
         PlanArguments(work.programs, work.sequences, base_rows, slots, kv_lens),
         RowArguments(out, out.stride(0), out.stride(1)),
-        work.partial, work.lse, scale, work.window or 0,
+        StateArguments(work.partial, work.lse, work.arrived),
+        len(kv_lens), scale, work.window or 0,
         SHAPE=shape,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
@@ -371,7 +453,8 @@ def launch(
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.
     work.used = True
-    merge_segments(work.partial, work.lse, work.sequences, out)
+    if not shape.merges:
+        merge_segments(work.partial, work.lse, work.sequences, out)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:

@@ -3,7 +3,9 @@
 import random
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def launched(case, window, schedule):
     from bladellm_kernels.ragged_decode_triton import launch
 
     out = torch.full_like(case.q, torch.nan)
-    launch(*case.memory, case.scale, plan(case, window, schedule), out)
+    work = plan(case, window, schedule)
+    launch(*case.memory, case.scale, work, out)
+    assert not work.arrived.any()
     return out
 
 
@@ -85,6 +89,18 @@ def check_plan(lens, window, query_len, block_kv, programs):
     assert len(numbers) == len(set(numbers))
 
 
+def interpret_merging():
+    """The last program of a sequence merges it, and leaves the counts as they were."""
+    from bladellm_kernels import ragged_decode_triton as module
+
+    shape, half = module.decode_shape, torch.float16
+    with patch.object(module, "decode_shape", lambda *given: replace(shape(*given), merges=1)):
+        check_launch("no_quant", half, (4, 2, 16), [1, 0, 129, 64, 65, 0], 3)
+        check_launch("int8", half, (9, 1, 24), [300, 0, 1], 9, query_len=1, window=65, granule_tokens=64)
+        check_launch("no_quant", half, (9, 1, 16), [5, 640, 0], 9, query_len=5)
+        check_launch("no_quant", half, (2, 1, 16), [0, 0], 2)
+
+
 def interpret_plans():
     for _ in range(60):
         query_len = random.choice([1, 1, 4])
@@ -94,7 +110,7 @@ def interpret_plans():
         check_plan(lens, window, query_len, random.choice([16, 64]), random.choice([1, 2, 7, 33]))
 
 
-@pytest.mark.parametrize("what", ["interpret_formats", "interpret_features", "interpret_plans"])
+@pytest.mark.parametrize("what", ["interpret_formats", "interpret_features", "interpret_merging", "interpret_plans"])
 def test_interpreted(what):
     pytest.importorskip("triton")
     run_interpreted(THIS, what)
@@ -221,8 +237,6 @@ def test_offsets_beyond_31_bits(format_name):
     bases = torch.tensor([5, rows - 300], device="cuda")
     for old, new in zip(near.base_rows.tolist(), bases.tolist(), strict=True):
         payload[new : new + 300] = near.kv.payload[old : old + 300]
-    from dataclasses import replace
-
     kv = replace(near.kv, payload=payload)
     out = ragged_decode_attention(near.q, kv, bases, near.slots, near.kv_lens, 300, near.scale)
     assert_close(out, ragged_decode_attention_reference(*near.memory, near.scale), torch.float16)
