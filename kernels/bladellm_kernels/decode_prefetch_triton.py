@@ -13,8 +13,8 @@ _PREFETCH = tl.constexpr("""{
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def prefetch_block(kv: tl.tuple, span: tl.tuple, block: tl.tensor, SHAPE: tl.constexpr) -> None:
-    """Ask for the keys and values of a block of the span, of unpaged memory: those within the span, and no others.
+def prefetch_block(kv: tl.tuple, span: tl.tuple, block: tl.tensor, stop: tl.tensor, SHAPE: tl.constexpr) -> None:
+    """Ask for the keys and values of a block of unpaged memory: those within the span and before block `stop`.
 
     No number depends on it: also what an earlier kernel still writes may be asked for.
     """
@@ -22,7 +22,8 @@ def prefetch_block(kv: tl.tuple, span: tl.tuple, block: tl.tensor, SHAPE: tl.con
     request = tl.arange(0, SHAPE.block_kv * 2 * GRAINS)
     position = block * SHAPE.block_kv + request // (2 * GRAINS)
     byte = request % GRAINS * SHAPE.grain
-    wanted = (position >= span.lowest) & (position < span.kv_len) & (byte < SHAPE.row_bytes)
+    wanted = (position >= span.lowest) & (position < tl.minimum(span.kv_len, stop * SHAPE.block_kv))
+    wanted &= byte < SHAPE.row_bytes
     place = span.head.to(tl.int64) * kv.head_stride + (span.base_row + position) * kv.row_stride
     place += request // GRAINS % 2 * kv.value_stride
     address = (kv.payload + place * SHAPE.step).to(tl.int64, bitcast=True) + byte

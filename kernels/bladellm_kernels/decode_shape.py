@@ -26,8 +26,8 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
     CUDA instructions. row_bytes: of a head's keys, or values, at a position. ahead: blocks of the next sequence
-    that may be brought into the L2 cache before they are needed, in requests for `grain` bytes. merges: whether the last
-    program of a sequence merges its segments; else another kernel does.
+    that may be brought into the L2 cache before they are needed, in requests for `grain` bytes. merges: whether the
+    last program of a sequence merges its segments; else another kernel does.
     """
 
     kv_heads: int

@@ -5,62 +5,54 @@ warp takes its own positions of every block, as one batch of the products, with 
 exchange nothing until the end of a segment. Scales are folded into scores and probabilities.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_kv_triton import KvArguments, block_granule, block_tokens, load_scales, load_units
 from bladellm_kernels.decode_prefetch_triton import prefetch_block
+from bladellm_kernels.decode_queries_triton import (
+    PlanArguments,
+    RowArguments,
+    load_queries,
+    load_sequence,
+    turn_queries,
+)
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
+from bladellm_kernels.decode_states_triton import (
+    StateArguments,
+    join_warps,
+    merge_last,
+    store_output,
+    store_partial,
+    store_zeros,
+)
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
-from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
+from bladellm_kernels.kv_codes_triton import unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.merge_attention_triton import merge_segments, merged_rows
+from bladellm_kernels.merge_attention_triton import merge_segments
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 _REGISTERS = 65536
 """Of an SM."""
 
 
-class RowArguments(NamedTuple):
-    """Queries or outputs, [tokens, heads, head_dim] with contiguous heads: strides in elements."""
-
-    rows: Any
-    token_stride: Any
-    head_stride: Any
-
-
-class PlanArguments(NamedTuple):
-    """The sequences of a step as kernel arguments: how `DecodeWork` splits them, and where each one's KV is."""
-
-    programs: Any
-    sequences: Any
-    base_rows: Any
-    slots: Any
-    kv_lens: Any
-
-
-class StateArguments(NamedTuple):
-    """Where segments leave their states: `partial`, `lse` and `arrived` of `DecodeWork`."""
-
-    partial: Any
-    lse: Any
-    arrived: Any
-
-
-@triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(
+    do_not_specialize=["batch", "window"],
+    do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"],
+)  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
     kv: tl.tuple,
-    plan: tl.tuple,
+    base_rows: tl.tensor,
+    slots: tl.tensor,
+    kv_lens: tl.tensor,
+    programs: tl.tensor,
+    sequences: tl.tensor,
     out: tl.tuple,
     states: tl.tuple,
     batch: tl.tensor,
@@ -80,36 +72,39 @@ def ragged_decode_kernel(
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
+    plan = PlanArguments(sequences, base_rows, slots, kv_lens)
     if not SETTLED:
         wait_for_inputs(EARLY)
-    block = tl.load(plan.programs + program * 3)
-    end = tl.load(plan.programs + program * 3 + 1)
-    sequence = tl.load(plan.programs + program * 3 + 2)
-    first, last, span = _sequence(plan, sequence, block < end, head, window, SHAPE)
+    block = tl.load(programs + program * 3)
+    end = tl.load(programs + program * 3 + 1)
+    sequence = tl.load(programs + program * 3 + 2)
+    first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
     AHEAD: tl.constexpr = SHAPE.ahead if SHAPE.prefetches else 0
     for ahead in tl.static_range(AHEAD):
-        prefetch_block(kv, span, span.lowest // SHAPE.block_kv + block - first + ahead, SHAPE)
+        skipped = span.lowest // SHAPE.block_kv - first
+        prefetch_block(kv, span, block + skipped + ahead, end + skipped, SHAPE)
     if SETTLED:
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
-    numbers = _load_queries(q, sequence, block < end, head, row, SHAPE)
+    numbers = load_queries(q, sequence, block < end, head, row, SHAPE)
     if SHAPE.merges:
-        _store_zeros(plan, out, program, batch, head, row, SHAPE)
+        store_zeros(plan, out, program, batch, head, row, SHAPE)
     while block < end:
         more = last < end
-        next_first, next_last, next_span = _sequence(plan, sequence + 1, more, head, window, SHAPE)
-        next_numbers = _load_queries(q, sequence + 1, more, head, row, SHAPE)
+        next_first, next_last, next_span = load_sequence(plan, sequence + 1, more, head, window, SHAPE)
+        next_numbers = load_queries(q, sequence + 1, more, head, row, SHAPE)
         stop = tl.minimum(last, end)
         if stop > block:
-            queries = _turn_queries(numbers, scale, SHAPE)
+            queries = turn_queries(numbers, scale, SHAPE)
             skipped = span.lowest // SHAPE.block_kv - first
-            state = _attend(queries, kv, span, next_span, row, block + skipped, stop + skipped, window, SHAPE)
+            coming = (next_span, end - next_first + next_span.lowest // SHAPE.block_kv)
+            state = _attend(queries, kv, span, coming, row, block + skipped, stop + skipped, window, SHAPE)
             if (block == first) & (stop == last):
-                _store_output(state, out, sequence, head, row, SHAPE)
+                store_output(state, out, sequence, head, row, SHAPE)
             else:
-                _store_partial(state, states, program + sequence, head, row, SHAPE)
+                store_partial(state, states, program + sequence, head, row, SHAPE)
                 if SHAPE.merges:
-                    _merge_last(plan, states, out, sequence, lane, head, row, SHAPE)
+                    merge_last(plan, states, out, sequence, lane, head, row, SHAPE)
             block = stop
         sequence += 1
         first = next_first
@@ -119,30 +114,11 @@ def ragged_decode_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sequence(
-    plan: tl.tuple, sequence: tl.tensor, known: tl.tensor, head: tl.tensor, window: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
-    """First and end of a sequence's blocks in the count over the batch, and where to read it; asked for at once.
-
-    Empty where it is not known that there is such a sequence.
-    """
-    first = tl.load(plan.sequences + sequence * 5, mask=known, other=0)
-    last = tl.load(plan.sequences + sequence * 5 + 1, mask=known, other=0)
-    kv_len = tl.load(plan.kv_lens + sequence, mask=known, other=0).to(tl.int32)
-    slot = tl.load(plan.slots + sequence, mask=known, other=0)
-    base_row = tl.load(plan.base_rows + sequence, mask=known, other=0)
-    lowest = kv_len * 0
-    if SHAPE.windowed:
-        lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0)
-    return first, last, Span(slot, base_row, lowest, kv_len, head)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _attend(
     queries: tl.tuple,
     kv: tl.tuple,
     span: tl.tuple,
-    next_span: tl.tuple,
+    coming: tl.tuple,
     row: tl.tensor,
     first: tl.tensor,
     stop: tl.tensor,
@@ -150,7 +126,10 @@ def _attend(
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
     """Blocks [first, stop) of a sequence: normalised outputs by part and warp, [warps, units_padded, rows] each, to be
-    added up, and the logarithm of the sum of exponentials [rows]. What comes next is prefetched."""
+    added up, and the logarithm of the sum of exponentials [rows].
+
+    coming: the span that is next, prefetched up to a block of it.
+    """
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
     total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
@@ -179,53 +158,9 @@ def _attend(
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
         # Where the pipeline has nothing more to ask for.
         if SHAPE.prefetches and block + SHAPE.ahead >= stop:
-            prefetch_block(kv, next_span, next_span.lowest // SHAPE.block_kv + block + SHAPE.ahead - stop, SHAPE)
-    return _join_warps(outputs, maximum, total, shift, SHAPE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_queries(
-    q: tl.tuple, sequence: tl.tensor, known: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
-    """The parts of a sequence's queries, [units_padded, rows] each; zero where it is not known that there are any."""
-    PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :] & known
-    parts: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        parts += (tl.load(place[None, :] + number[:, None], mask=inside, other=0.0),)
-    return parts
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _turn_queries(parts: tl.tuple, scale: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
-    """The parts of the queries [warps, units_padded, rows], their sum over the head [rows], and the factor of scores.
-
-    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2.
-    """
-    PARTS: tl.constexpr = SHAPE.parts
-    factor = scale * LOG2E
-    shrink: tl.tensor = 1.0
-    if SHAPE.scaled and parts[0].dtype != tl.float32:
-        highest = tl.abs(parts[0].to(tl.float32))
-        for part in tl.static_range(1, PARTS):
-            highest = tl.maximum(highest, tl.abs(parts[part].to(tl.float32)))
-        # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
-        exponent = tl.max(highest).to(tl.int32, bitcast=True) & 0x7F800000
-        factor *= exponent.to(tl.float32, bitcast=True)
-        shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    sums = tl.full((SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32)
-    turned: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        numbers = parts[part]
-        if SHAPE.scaled and parts[0].dtype != tl.float32:
-            numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
-        sums += numbers.to(tl.float32)
-        turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
-    return turned, tl.sum(sums, 0), factor
+            past = coming[0].lowest // SHAPE.block_kv + block + SHAPE.ahead - stop
+            prefetch_block(kv, coming[0], past, coming[1], SHAPE)
+    return join_warps(outputs, maximum, total, shift, SHAPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -284,143 +219,6 @@ def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.te
     return added
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join_warps(
-    outputs: tl.tuple, maximum: tl.tensor, total: tl.tensor, shift: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
-    """Normalised outputs by part, which the warps' add up to, and the logarithm of the sum of exponentials."""
-    PARTS: tl.constexpr = SHAPE.parts
-    highest = tl.max(maximum, 0)
-    weight = tl.exp2(maximum - highest[None, :])
-    whole = tl.sum(total * weight, 0)
-    share = weight / tl.where(whole == 0.0, 1.0, whole)[None, :]
-    weighted: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        weighted += ((outputs[part] + shift[:, None, :]) * share[:, None, :],)
-    return weighted, (highest + tl.log2(whole)) * LN2
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_warps(numbers: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """The sum of numbers [warps, units_padded, rows] over warps: halves come to lie in one thread.
-
-    tl.sum exchanges by lanes, twice. Part of the stores, so that numbers come to where these want them at once.
-    """
-    folded = tl.permute(numbers, (1, 2, 0))
-    for level in tl.static_range(1, 6):
-        if SHAPE.warps >> level >= 1:
-            halves = tl.reshape(folded, (SHAPE.units_padded, SHAPE.rows, SHAPE.warps >> level, 2))
-            left, right = tl.split(halves)
-            folded = left + right
-    return tl.reshape(folded, (SHAPE.units_padded, SHAPE.rows))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_output(
-    state: tl.tuple, out: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
-) -> None:
-    PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = out.rows + token * out.token_stride + (head * SHAPE.group + row % SHAPE.group) * out.head_stride
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        numbers = _sum_warps(state[0][part], SHAPE).to(out.rows.dtype.element_ty)
-        tl.store(place[None, :] + number[:, None], numbers, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_partial(
-    state: tl.tuple,
-    states: tl.tuple,
-    segment: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> None:
-    PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    heads = SHAPE.kv_heads * SHAPE.group
-    place = (segment * SHAPE.query_len + row // SHAPE.group) * heads + head * SHAPE.group + row % SHAPE.group
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        target = states.partial + place.to(tl.int64)[None, :] * SHAPE.head_dim + number[:, None]
-        tl.store(target, _sum_warps(state[0][part], SHAPE), mask=inside)
-    tl.store(states.lse + place, state[1], mask=row < SHAPE.rows_used)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_last(
-    plan: tl.tuple,
-    states: tl.tuple,
-    out: tl.tuple,
-    sequence: tl.tensor,
-    lane: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> None:
-    """Count a segment of a lane as done; where it is the sequence's last one, merge them all."""
-    first = tl.load(plan.sequences + sequence * 5 + 3)
-    count = tl.load(plan.sequences + sequence * 5 + 4)
-    arrived = states.arrived + sequence * (SHAPE.kv_heads * SHAPE.tiles) + lane
-    # All warps have stored before one thread says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1:
-        heads = SHAPE.kv_heads * SHAPE.group
-        place = row // SHAPE.group * heads + head * SHAPE.group + row % SHAPE.group
-        COLUMNS: tl.constexpr = SHAPE.columns
-        whole = merged_rows(
-            states.partial,
-            states.lse,
-            first,
-            count,
-            place,
-            row < SHAPE.rows_used,
-            SHAPE.query_len * heads,
-            SHAPE.head_dim,
-            SHAPE.rows,
-            COLUMNS,
-            SHAPE.merged_at_once,
-        )
-        _store_rows(whole, out, sequence, head, row, SHAPE)
-        # For the next launch.
-        tl.store(arrived, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_zeros(
-    plan: tl.tuple,
-    out: tl.tuple,
-    program: tl.tensor,
-    batch: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> None:
-    """The outputs of sequences of length 0, some of them each program."""
-    COLUMNS: tl.constexpr = SHAPE.columns
-    sequence = program
-    while sequence < batch:
-        if tl.load(plan.kv_lens + sequence) == 0:
-            _store_rows(tl.full((SHAPE.rows, COLUMNS), 0.0, tl.float32), out, sequence, head, row, SHAPE)
-        sequence += tl.num_programs(0) // (SHAPE.kv_heads * SHAPE.tiles)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_rows(
-    rows: tl.tensor, out: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
-) -> None:
-    """Rows [rows, columns] of a sequence's output."""
-    column = tl.arange(0, rows.shape[1])
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = out.rows + token * out.token_stride + (head * SHAPE.group + row % SHAPE.group) * out.head_stride
-    inside = (row < SHAPE.rows_used)[:, None] & (column < SHAPE.head_dim)[None, :]
-    tl.store(place[:, None] + column[None, :], rows.to(out.rows.dtype.element_ty), mask=inside)
-
-
 def launch(
     q: torch.Tensor,
     kv: KvLayer,
@@ -440,7 +238,7 @@ def launch(
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
-        PlanArguments(work.programs, work.sequences, base_rows, slots, kv_lens),
+        base_rows, slots, kv_lens, work.programs, work.sequences,
         RowArguments(out, out.stride(0), out.stride(1)),
         StateArguments(work.partial, work.lse, work.arrived),
         len(kv_lens), scale, work.window or 0,
