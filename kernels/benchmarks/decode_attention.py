@@ -6,7 +6,8 @@ python kernels/benchmarks/decode_attention.py [--heads 32/8/128] [--sizes 32x409
 Each figure is the time of one layer's attention, split sequences merged, in a replayed CUDA graph; the plan that all
 layers of a step share is timed by itself (`plan us`). TB/s counts the stored keys, values and scales that are read;
 `share` is that of what the reading kernel reaches on the same payload. Where it fits, memory rotates past the L2 cache.
-Results are compared with the reference before anything is timed.
+Results are compared with the reference before anything is timed. Calls follow one another, and may start while the one
+before ends; in the variant `apart` they do not.
 """
 
 import argparse
@@ -78,7 +79,10 @@ def seconds(work: Callable[[], object], calls: int, device: torch.device, repeat
     return sorted(times)[repeats // 2] / calls
 
 
-def attend(problem: Problem, inputs: Inputs, work: DecodeWork | None) -> Callable[[], None]:
+def attend(
+    problem: Problem, inputs: Inputs, work: DecodeWork | None, between: Callable[[], object] = int
+) -> Callable[[], None]:
+    """The calls of a problem, `between` after each."""
     longest, scale = max(problem.lens), problem.head_dim**-0.5
 
     def calls() -> None:
@@ -86,6 +90,7 @@ def attend(problem: Problem, inputs: Inputs, work: DecodeWork | None) -> Callabl
             ragged_decode_attention(
                 inputs.q, kv, inputs.base_rows, inputs.slots, inputs.kv_lens, longest, scale, work=work, out=inputs.out
             )
+            between()
 
     return calls
 
@@ -141,7 +146,8 @@ def measure(
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:
             with varied(variant):
-                taken, plan_seconds = scheduled_seconds(problem, inputs, schedule, expected, arguments.repeats)
+                timed = (problem, inputs, schedule, expected, variant == "apart", arguments.repeats)
+                taken, plan_seconds = scheduled_seconds(*timed)
         except failures() as error:
             print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {label:>21} {first_line(error)}", flush=True)
             continue
@@ -157,9 +163,9 @@ def measure(
 
 @contextmanager
 def varied(variant: str) -> Iterator[None]:
-    """The kernels `as_is`, `late` (no kernel starts before the one ahead has ended), or with other fields of
-    `DecodeShape`: `ahead=0`, `grain=32`."""
-    if variant == "as_is":
+    """The kernels `as_is`, `apart`, `late` (no kernel starts before the one ahead has ended), or with other fields of
+    `DecodeShape`: `ahead=0`, `grain=32`, `merges=1`."""
+    if variant in ("as_is", "apart"):
         yield
         return
     from bladellm_kernels import merge_attention_triton, ragged_decode_triton
@@ -197,9 +203,17 @@ def check(problem: Problem, inputs: Inputs, work: DecodeWork | None, expected: t
 
 
 def scheduled_seconds(
-    problem: Problem, inputs: Inputs, schedule: DecodeSchedule, expected: torch.Tensor | None, repeats: int
+    problem: Problem,
+    inputs: Inputs,
+    schedule: DecodeSchedule,
+    expected: torch.Tensor | None,
+    apart: bool,
+    repeats: int,
 ) -> tuple[float, float]:
-    """Seconds of a layer's attention, and of the plan of a step."""
+    """Seconds of a layer's attention, and of the plan of a step.
+
+    apart: no call of attention starts while the one before it ends: small kernels lie between, their time taken off.
+    """
     device = inputs.q.device
     if device.type != "cuda":
         check(problem, inputs, None, expected)
@@ -212,7 +226,11 @@ def scheduled_seconds(
     check(problem, inputs, work, expected)
     plans = [partial(workspace.plan, inputs.kv_lens)] * LEAST_CALLS
     plan_seconds = seconds(lambda: [plan() for plan in plans], len(plans), device, repeats)
-    return seconds(attend(problem, inputs, work), problem.calls, device, repeats), plan_seconds
+    if not apart:
+        return seconds(attend(problem, inputs, work), problem.calls, device, repeats), plan_seconds
+    between = torch.zeros(1, device=device).zero_
+    taken = seconds(attend(problem, inputs, work, between), problem.calls, device, repeats)
+    return taken - seconds(lambda: [between() for _ in inputs.kv], problem.calls, device, repeats), plan_seconds
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -282,7 +300,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm; else the default"
     )
-    parser.add_argument("--variants", nargs="+", default=["as_is"], help="as_is, late, ahead=NUMBER, grain=BYTES")
+    parser.add_argument(
+        "--variants", nargs="+", default=["as_is"], help="as_is, apart, late, ahead=NUMBER, merges=1, grain=BYTES"
+    )
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")
     parser.add_argument("--paged", action="store_true", help="also memory in pages of 16 tokens")
     parser.add_argument("--compare", action="store_true", help="also PyTorch's attention")

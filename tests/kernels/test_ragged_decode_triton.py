@@ -227,6 +227,43 @@ def test_a_captured_graph_holds_for_other_lengths(format_name):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("merges", [0, 1])
+def test_layers_of_a_graph_share_a_plan(merges, monkeypatch):
+    """Each kernel reads what the one before it wrote, though it starts before that one has ended."""
+    from bladellm_kernels import ragged_decode_triton as module
+
+    shape = module.decode_shape
+    monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), merges=merges))
+    case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
+    lens = case.kv_lens.clone()
+    workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16)
+    outs = [torch.empty_like(case.q) for _ in range(8)]
+
+    def step():
+        work, queries = workspace.plan(lens), case.q
+        for out in outs:
+            memory = (queries, case.kv, case.base_rows, case.slots, lens)
+            ragged_decode_attention(*memory, 3000, case.scale, work=work, out=out)
+            queries = out
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for changed in ([900, 70, 3000, 1], [1, 0, 2999, 0], [0, 0, 0, 0], [899, 69, 1, 1], [5, 64, 128, 1]) * 4:
+        lens.copy_(torch.tensor(changed))
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        queries = case.q
+        for out in outs:
+            memory = (queries, case.kv, case.base_rows, case.slots, lens)
+            assert_close(out, ragged_decode_attention_reference(*memory, case.scale), torch.bfloat16)
+            queries = out
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("format_name", ["no_quant", "int8"])
 def test_offsets_beyond_31_bits(format_name):
     """Two sequences at both ends of a memory of more than 2^32 elements."""
