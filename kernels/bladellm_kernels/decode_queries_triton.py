@@ -48,6 +48,16 @@ def load_sequence(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def first_granule(kv: tl.tuple, span: tl.tuple, position: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """`block_granule` of the block at `position`, or anything where the span is empty."""
+    granule = position
+    if SHAPE.one_granule and (SHAPE.scaled or SHAPE.paged):
+        table = kv.table + span.slot * kv.table_stride
+        granule = tl.load(table + position // SHAPE.granule_tokens, mask=span.kv_len > 0, other=0)
+    return granule
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def load_queries(
     q: tl.tuple, sequence: tl.tensor, known: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:

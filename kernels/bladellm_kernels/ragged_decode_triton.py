@@ -14,6 +14,7 @@ from bladellm_kernels.decode_prefetch_triton import prefetch_block
 from bladellm_kernels.decode_queries_triton import (
     PlanArguments,
     RowArguments,
+    first_granule,
     load_queries,
     load_sequence,
     turn_queries,
@@ -87,6 +88,7 @@ def ragged_decode_kernel(
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
     numbers = load_queries(q, sequence, block < end, head, row, SHAPE)
+    granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
     if SHAPE.merges:
         store_zeros(plan, out, program, batch, head, row, SHAPE)
     while block < end:
@@ -98,7 +100,9 @@ def ragged_decode_kernel(
             queries = turn_queries(numbers, scale, SHAPE)
             skipped = span.lowest // SHAPE.block_kv - first
             coming = (next_span, end - next_first + next_span.lowest // SHAPE.block_kv)
-            state = _attend(queries, kv, span, coming, row, block + skipped, stop + skipped, window, SHAPE)
+            state, next_granule = _attend(
+                queries, kv, span, coming, granule, row, block + skipped, stop + skipped, window, SHAPE
+            )
             if (block == first) & (stop == last):
                 store_output(state, out, sequence, head, row, SHAPE)
             else:
@@ -106,11 +110,14 @@ def ragged_decode_kernel(
                 if SHAPE.merges:
                     merge_last(plan, states, out, sequence, lane, head, row, SHAPE)
             block = stop
+        else:
+            next_granule = first_granule(kv, next_span, next_span.lowest, SHAPE)
         sequence += 1
         first = next_first
         last = next_last
         span = next_span
         numbers = next_numbers
+        granule = next_granule
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -119,6 +126,7 @@ def _attend(
     kv: tl.tuple,
     span: tl.tuple,
     coming: tl.tuple,
+    granule: tl.tensor,
     row: tl.tensor,
     first: tl.tensor,
     stop: tl.tensor,
@@ -128,7 +136,8 @@ def _attend(
     """Blocks [first, stop) of a sequence: normalised outputs by part and warp, [warps, units_padded, rows] each, to be
     added up, and the logarithm of the sum of exponentials [rows].
 
-    coming: the span that is next, prefetched up to a block of it.
+    coming: the span that is next, prefetched up to a block of it. granule: of the first block; that of the first block
+    of `coming` is returned too, asked for before the warps wait for one another.
     """
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
@@ -137,7 +146,6 @@ def _attend(
     outputs: tl.tuple = ()
     for _part in tl.static_range(PARTS):
         outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
-    granule = block_granule(kv, span, first, stop, SHAPE)
     for block in tl.range(first, stop):
         position = block * SHAPE.block_kv
         keys = load_units(kv, span, position, granule, False, SHAPE)
@@ -160,7 +168,8 @@ def _attend(
         if SHAPE.prefetches and block + SHAPE.ahead >= stop:
             past = coming[0].lowest // SHAPE.block_kv + block + SHAPE.ahead - stop
             prefetch_block(kv, coming[0], past, coming[1], SHAPE)
-    return join_warps(outputs, maximum, total, shift, SHAPE)
+    next_granule = first_granule(kv, coming[0], coming[0].lowest, SHAPE)
+    return join_warps(outputs, maximum, total, shift, SHAPE), next_granule
 
 
 @triton.jit  # type: ignore[untyped-decorator]
