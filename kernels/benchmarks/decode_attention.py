@@ -1,95 +1,40 @@
 """Time `ragged_decode_attention` beside a kernel that only reads the same bytes, and beside PyTorch's attention.
 
 python kernels/benchmarks/decode_attention.py [--heads 32/8/128] [--sizes 32x4096 mix] [--formats int8] [--layers 1 8]
-    [--schedules 64,4,4,2 128,3,4,2] [--paged] [--compare] [--json FILE] [--device cpu]
+    [--schedules 64,4,4,2 128,3,4,2] [--variants late ahead=0] [--paged] [--compare] [--json FILE] [--device cpu]
 
 Each figure is the time of one layer's attention, split sequences merged, in a replayed CUDA graph; the plan that all
 layers of a step share is timed by itself (`plan us`). TB/s counts the stored keys, values and scales that are read;
 `share` is that of what the reading kernel reaches on the same payload. Where it fits, memory rotates past the L2 cache.
+Results are compared with the reference before anything is timed. Calls follow one another, and may start while the one
+before ends; in the variant `apart` they do not.
 """
 
 import argparse
 import json
-import random
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, row_tile
-from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
-from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
+from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
+from decode_problem import LEAST_CALLS, Inputs, Problem, lengths, make_inputs
 
 HEADS = ("32/8/128", "40/40/128")
 SIZES = ("1x4096", "1x70000", "1x280000", "32x4096", "64x1024", "256x1024", "8x32768", "mix")
 SMALL_SIZES = ("2x40", "mix")
-COLD_BYTES = 256 * 2**20
-"""What calls read in turn, so that the L2 cache (60 MB on an H200) holds nothing useful."""
-MOST_CALLS = 64
-LEAST_CALLS = 8
-"""Of a graph, so that what starting a graph takes does not count."""
 MEMORY_SHARE = 0.85
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Calls read `layers` interleaved layers of each of `copies` memories in turn, again and again."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    lens: tuple[int, ...]
-    format: KvFormat
-    dtype: torch.dtype
-    layers: int
-    granule_tokens: int
-    paged: bool
-
-    @property
-    def payload_bytes(self) -> int:
-        stored = self.format.width(self.head_dim) * self.format.dtype(self.dtype).itemsize
-        return sum(self.lens) * self.kv_heads * 2 * stored
-
-    @property
-    def read_bytes(self) -> int:
-        return self.payload_bytes + sum(self.lens) * self.kv_heads * 2 * self.format.planes * 2
-
-    @property
-    def rows(self) -> int:
-        """Rows of memory: every sequence rounded up to whole granules."""
-        return sum(-(-length // self.granule_tokens) for length in self.lens) * self.granule_tokens
-
-    @property
-    def calls(self) -> int:
-        return max(LEAST_CALLS, min(MOST_CALLS, -(-COLD_BYTES // self.payload_bytes)))
-
-    @property
-    def copies(self) -> int:
-        cold = max(1, min(MOST_CALLS, -(-COLD_BYTES // self.payload_bytes)))
-        return -(-cold // self.layers)
-
-    @property
-    def memory_bytes(self) -> int:
-        rows = self.rows * self.layers * self.copies
-        return rows * self.kv_heads * 2 * (self.payload_bytes // (sum(self.lens) * self.kv_heads * 2) + 4)
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Tensors of a problem; `kv` holds a layer for each call."""
-
-    q: torch.Tensor
-    kv: list[KvLayer]
-    base_rows: torch.Tensor
-    slots: torch.Tensor
-    kv_lens: torch.Tensor
-    out: torch.Tensor
+TOLERANCE = 0.02
+"""Error of an output beside the largest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,66 +45,13 @@ class Result:
     layers: int
     paged: bool
     schedule: str
+    variant: str
     us: float
     plan_us: float
     tb_s: float
     ceiling_tb_s: float
     share: float
     torch_us: float | None
-
-
-def lengths(size: str) -> tuple[int, ...]:
-    """`BxN`, or `mix`: 64 sequences, few of them long. Small for a CPU's sake where the name ends in a number."""
-    if size.startswith("mix"):
-        longest = int(size[3:] or 32768)
-        generator = random.Random(0)
-        return tuple(max(1, int(longest * generator.random() ** 4)) for _ in range(64))
-    batch, tokens = (int(part) for part in size.split("x"))
-    return (tokens,) * batch
-
-
-def make_inputs(problem: Problem, device: torch.device) -> Inputs:
-    granule = problem.granule_tokens
-    counts = [-(-length // granule) for length in problem.lens]
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    names, starts = torch.randperm(sum(counts)).int(), torch.tensor([0, *counts]).cumsum(0)
-    for slot, count in enumerate(counts):
-        table[slot, :count] = names[starts[slot] : starts[slot] + count]
-    table = table.to(device)
-    layers: list[KvLayer] = []
-    for _ in range(problem.copies):
-        memory = random_memory(problem, device)
-        for layer in range(problem.layers):
-            payload = memory[:, layer].transpose(1, 2)
-            scales = random_scales(problem, sum(counts), device)
-            layers.append(KvLayer(payload, problem.format, granule, table, scales, problem.paged))
-    q = torch.randn(len(counts), problem.heads, problem.head_dim, device=device).to(problem.dtype)
-    return Inputs(
-        q,
-        [layers[call % len(layers)] for call in range(problem.calls)],
-        (starts[:-1] * granule).to(device),
-        torch.arange(len(counts), device=device),
-        torch.tensor(problem.lens, device=device),
-        torch.empty_like(q),
-    )
-
-
-def random_memory(problem: Problem, device: torch.device) -> torch.Tensor:
-    """[rows, layers, Hk, 2, W], a row as arenas lay it out."""
-    width = problem.format.width(problem.head_dim)
-    shape = (problem.rows, problem.layers, problem.kv_heads, 2, width)
-    stored = problem.format.dtype(problem.dtype)
-    if stored.itemsize > 1:
-        return torch.empty(shape, dtype=stored, device=device).normal_()
-    # No byte of these is a NaN of a float8.
-    return torch.empty(shape, dtype=torch.uint8, device=device).random_(0, 120).view(stored)
-
-
-def random_scales(problem: Problem, granules: int, device: torch.device) -> torch.Tensor | None:
-    if not problem.format.quantized:
-        return None
-    shape = (granules, problem.kv_heads, 2, problem.format.planes, problem.granule_tokens)
-    return torch.empty(shape, dtype=torch.float16, device=device).uniform_(0.01, 0.02)
 
 
 def seconds(work: Callable[[], object], calls: int, device: torch.device, repeats: int) -> float:
@@ -187,7 +79,10 @@ def seconds(work: Callable[[], object], calls: int, device: torch.device, repeat
     return sorted(times)[repeats // 2] / calls
 
 
-def attend(problem: Problem, inputs: Inputs, work: DecodeWork | None) -> Callable[[], None]:
+def attend(
+    problem: Problem, inputs: Inputs, work: DecodeWork | None, between: Callable[[], object] = int
+) -> Callable[[], None]:
+    """The calls of a problem, `between` after each."""
     longest, scale = max(problem.lens), problem.head_dim**-0.5
 
     def calls() -> None:
@@ -195,6 +90,7 @@ def attend(problem: Problem, inputs: Inputs, work: DecodeWork | None) -> Callabl
             ragged_decode_attention(
                 inputs.q, kv, inputs.base_rows, inputs.slots, inputs.kv_lens, longest, scale, work=work, out=inputs.out
             )
+            between()
 
     return calls
 
@@ -235,47 +131,106 @@ def measure(
     problem: Problem,
     names: tuple[str, str],
     schedules: list[DecodeSchedule],
-    compare: bool,
     arguments: argparse.Namespace,
 ) -> list[Result]:
-    """One problem under every schedule."""
+    """One problem under every schedule, in every variant."""
     device = torch.device(arguments.device)
     inputs = make_inputs(problem, device)
     reached = ceiling(problem, inputs, device, arguments.repeats)
-    theirs = torch_seconds(problem, device, arguments.repeats) if compare else None
+    theirs = torch_seconds(problem, device, arguments.repeats) if arguments.compare else None
+    expected = reference(problem, inputs) if arguments.check else None
     results = []
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
-    for schedule in schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows)]:
+    plans = schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows)]
+    for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:
-            taken, plan_seconds = scheduled_seconds(problem, inputs, schedule, device, arguments.repeats)
+            with varied(variant):
+                timed = (problem, inputs, schedule, expected, variant == "apart", arguments.repeats)
+                taken, plan_seconds = scheduled_seconds(*timed)
         except failures() as error:
             print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {label:>21} {first_line(error)}", flush=True)
             continue
         rate = problem.read_bytes / taken
         result = Result(
-            *names, problem.format.name, problem.layers, problem.paged, label, taken * 1e6, plan_seconds * 1e6,
-            rate / 1e12, reached / 1e12, rate / reached, None if theirs is None else theirs * 1e6,
+            *names, problem.format.name, problem.layers, problem.paged, label, variant, taken * 1e6,
+            plan_seconds * 1e6, rate / 1e12, reached / 1e12, rate / reached, None if theirs is None else theirs * 1e6,
         )  # fmt: skip
         print(line(result), flush=True)
         results.append(result)
     return results
 
 
+@contextmanager
+def varied(variant: str) -> Iterator[None]:
+    """The kernels `as_is`, `apart`, `late` (no kernel starts before the one ahead has ended), or with other fields of
+    `DecodeShape`: `ahead=0`, `grain=32`, `merges=1`."""
+    if variant in ("as_is", "apart"):
+        yield
+        return
+    from bladellm_kernels import merge_attention_triton, ragged_decode_triton
+    from bladellm_kernels.decode_shape import decode_shape
+
+    with ExitStack() as patches:
+        if variant == "late":
+            for module in (merge_attention_triton, ragged_decode_triton):
+                patches.enter_context(patch.object(module, "early_launch", lambda device: {"EARLY": False}))
+        else:
+            name, number = variant.split("=")
+            changed = {name: int(number)}
+            other = patch.object(
+                ragged_decode_triton, "decode_shape", lambda *given: replace(decode_shape(*given), **changed)
+            )
+            patches.enter_context(other)
+        yield
+
+
+def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """What the first call must return, in float32."""
+    memory = (inputs.q, inputs.kv[0], inputs.base_rows, inputs.slots, inputs.kv_lens)
+    return ragged_decode_attention_reference(*memory, problem.head_dim**-0.5)
+
+
+def check(problem: Problem, inputs: Inputs, work: DecodeWork | None, expected: torch.Tensor | None) -> None:
+    """RuntimeError unless the first call returns what is expected."""
+    if expected is None:
+        return
+    inputs.out.fill_(torch.nan)
+    attend(problem, replace(inputs, kv=inputs.kv[:1]), work)()
+    error = float((inputs.out.float() - expected).abs().max() / expected.abs().max())
+    if not error < TOLERANCE:
+        raise RuntimeError(f"wrong by {error:.2g} of the largest output")
+
+
 def scheduled_seconds(
-    problem: Problem, inputs: Inputs, schedule: DecodeSchedule, device: torch.device, repeats: int
+    problem: Problem,
+    inputs: Inputs,
+    schedule: DecodeSchedule,
+    expected: torch.Tensor | None,
+    apart: bool,
+    repeats: int,
 ) -> tuple[float, float]:
-    """Seconds of a layer's attention, and of the plan of a step."""
+    """Seconds of a layer's attention, and of the plan of a step.
+
+    apart: no call of attention starts while the one before it ends: small kernels lie between, their time taken off.
+    """
+    device = inputs.q.device
     if device.type != "cuda":
+        check(problem, inputs, None, expected)
         return seconds(attend(problem, inputs, None), problem.calls, device, repeats), 0.0
     workspace = DecodeWorkspace(
         device, len(problem.lens), problem.heads, problem.kv_heads, problem.head_dim, 1,
         problem.format, problem.dtype, schedule,
     )  # fmt: skip
     work = workspace.plan(inputs.kv_lens)
+    check(problem, inputs, work, expected)
     plans = [partial(workspace.plan, inputs.kv_lens)] * LEAST_CALLS
     plan_seconds = seconds(lambda: [plan() for plan in plans], len(plans), device, repeats)
-    return seconds(attend(problem, inputs, work), problem.calls, device, repeats), plan_seconds
+    if not apart:
+        return seconds(attend(problem, inputs, work), problem.calls, device, repeats), plan_seconds
+    between = torch.zeros(1, device=device).zero_
+    taken = seconds(attend(problem, inputs, work, between), problem.calls, device, repeats)
+    return taken - seconds(lambda: [between() for _ in inputs.kv], problem.calls, device, repeats), plan_seconds
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -296,7 +251,8 @@ def line(result: Result) -> str:
     theirs = "-" if result.torch_us is None else f"{result.torch_us:.1f}"
     layout = f"{result.layers}{' paged' if result.paged else ''}"
     return (
-        f"{result.heads:>10} {result.size:>9} {result.format:>12} {layout:>9} {result.schedule:>11} {result.us:10.1f} "
+        f"{result.heads:>10} {result.size:>9} {result.format:>12} {layout:>9} {result.schedule:>11} "
+        f"{result.variant:>9} {result.us:10.1f} "
         f"{result.plan_us:8.1f} {result.tb_s:7.3f} {result.ceiling_tb_s:8.3f} {result.share:6.1%} {theirs:>9}"
     )
 
@@ -344,6 +300,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm; else the default"
     )
+    parser.add_argument(
+        "--variants", nargs="+", default=["as_is"], help="as_is, apart, late, ahead=NUMBER, merges=1, grain=BYTES"
+    )
+    parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")
     parser.add_argument("--paged", action="store_true", help="also memory in pages of 16 tokens")
     parser.add_argument("--compare", action="store_true", help="also PyTorch's attention")
     parser.add_argument("--repeats", type=int, default=20)
@@ -356,15 +316,15 @@ def main() -> None:
     device = torch.device(arguments.device)
     schedules = given_schedules(arguments.schedules)
     print(
-        f"{'heads':>10} {'size':>9} {'format':>12} {'layers':>9} {'schedule':>11} {'us':>10} {'plan us':>8} "
-        f"{'TB/s':>7} {'ceiling':>8} {'share':>6} {'torch us':>9}"
+        f"{'heads':>10} {'size':>9} {'format':>12} {'layers':>9} {'schedule':>11} {'variant':>9} {'us':>10} "
+        f"{'plan us':>8} {'TB/s':>7} {'ceiling':>8} {'share':>6} {'torch us':>9}"
     )
     results = []
     for problem, names in problems(arguments):
         if problem.memory_bytes > free_bytes(device):
             print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {problem.layers:>9} does not fit")
             continue
-        results += measure(problem, names, schedules, arguments.compare, arguments)
+        results += measure(problem, names, schedules, arguments)
     if arguments.json:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         text = {"device": name, "torch": torch.__version__, "results": [asdict(result) for result in results]}

@@ -74,7 +74,7 @@ def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
     return min(max(power_of_two(rows), 8), most)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeWork:
     """The split of one step for layers of one window.
 
@@ -82,15 +82,19 @@ class DecodeWork:
     sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
+    arrived: int32 [B · lanes], all 0: segments of a sequence that are done, counted within a kernel.
+    used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
     programs: torch.Tensor
     sequences: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
+    arrived: torch.Tensor
     window: int | None
     query_len: int
     schedule: DecodeSchedule
+    used: bool = False
 
 
 class DecodeWorkspace:
@@ -126,6 +130,8 @@ class DecodeWorkspace:
         rows = max((self.programs(count) + max_batch) * count for count in range(1, max_query_len + 1)) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
+        lanes = max(kv_heads * self.tiles(count) for count in range(1, max_query_len + 1))
+        self.arrived = torch.zeros(max_batch * lanes, dtype=torch.int32, device=device)
 
     def rows(self, query_len: int) -> int:
         """Query rows of a KV head that one program takes."""
@@ -136,9 +142,12 @@ class DecodeWorkspace:
 
     def programs(self, query_len: int) -> int:
         """Programs of a KV head, or of a tile of its query rows where one does not take all."""
-        tiles = -(-query_len * (self.heads // self.kv_heads) // self.rows(query_len))
         started = self.schedule(query_len).ctas_per_sm * _processors(self.device)
-        return max(1, started // (self.kv_heads * tiles))
+        return max(1, started // (self.kv_heads * self.tiles(query_len)))
+
+    def tiles(self, query_len: int) -> int:
+        """Tiles of `rows` query rows of a KV head."""
+        return -(-query_len * (self.heads // self.kv_heads) // self.rows(query_len))
 
     def plan(self, kv_lens: torch.Tensor, window: int | None = None, query_len: int = 1) -> DecodeWork:
         """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
@@ -158,7 +167,7 @@ class DecodeWorkspace:
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, partial, lse, window, query_len, schedule)
+        return DecodeWork(programs, sequences, partial, lse, self.arrived, window, query_len, schedule)
 
 
 def _processors(device: torch.device) -> int:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.decode_work import power_of_two
+from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
@@ -79,35 +80,65 @@ def merge_segments_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS."""
+    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS.
+
+    It may start early only after a kernel that has waited for the plan before it let this one start.
+    """
     sequence = tl.program_id(0)
     first = tl.load(sequences + sequence * 5 + 3)
     count = tl.load(sequences + sequence * 5 + 4)
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     if count != 1:
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
-        maximum = tl.full((ROWS,), LOWEST, tl.float32)
-        total = tl.full((ROWS,), 0.0, tl.float32)
-        whole = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-        for start in range(0, count, SEGMENTS):
-            segment = start + tl.arange(0, SEGMENTS)
-            place = (first + segment).to(tl.int64)[:, None] * (QUERY_LEN * HEADS) + row[None, :]
-            inside = (segment < count)[:, None] & (row < QUERY_LEN * HEADS)[None, :]
-            logs = tl.load(lse + place, mask=inside, other=float("-inf")) * LOG2E
-            mask = inside[:, :, None] & (column < HEAD_DIM)[None, None, :]
-            outputs = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], mask=mask, other=0.0)
-            highest = tl.maximum(maximum, tl.max(logs, 0))
-            weights = tl.exp2(logs - highest[None, :])
-            decay = tl.exp2(maximum - highest)
-            whole = whole * decay[:, None] + tl.sum(outputs * weights[:, :, None], 0)
-            total = total * decay + tl.sum(weights, 0)
-            maximum = highest
-        whole = whole / tl.where(total == 0.0, 1.0, total)[:, None]
+        inside = row < QUERY_LEN * HEADS
+        whole = merged_rows(
+            partial, lse, first, count, row, inside, QUERY_LEN * HEADS, HEAD_DIM, ROWS, COLUMNS, SEGMENTS
+        )
         token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
-        place = token * token_stride + row % HEADS * head_stride
-        inside = (row < QUERY_LEN * HEADS)[:, None] & (column < HEAD_DIM)[None, :]
-        tl.store(out + place[:, None] + column[None, :], whole.to(out.dtype.element_ty), mask=inside)
+        place = out + token * token_stride + row % HEADS * head_stride
+        mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+        tl.store(place[:, None] + column[None, :], whole.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merged_rows(
+    partial: tl.tensor,
+    lse: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+) -> tl.tensor:
+    """Rows [ROWS] of WIDTH, where inside, of segments [first, first + count), merged: [ROWS, COLUMNS]; 0 for none."""
+    column = tl.arange(0, COLUMNS)
+    maximum = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    whole = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for start in range(0, count, SEGMENTS):
+        segment = start + tl.arange(0, SEGMENTS)
+        place = (first + segment).to(tl.int64)[:, None] * WIDTH + row[None, :]
+        there = (segment < count)[:, None] & inside[None, :]
+        # Past the L1 cache, which may hold what was here before.
+        logs = tl.load(lse + place, mask=there, other=float("-inf"), cache_modifier=".cg") * LOG2E
+        places = partial + place[:, :, None] * HEAD_DIM + column[None, None, :]
+        mask = there[:, :, None] & (column < HEAD_DIM)[None, None, :]
+        outputs = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
+        highest = tl.maximum(maximum, tl.max(logs, 0))
+        weights = tl.exp2(logs - highest[None, :])
+        decay = tl.exp2(maximum - highest)
+        whole = whole * decay[:, None] + tl.sum(outputs * weights[:, :, None], 0)
+        total = total * decay + tl.sum(weights, 0)
+        maximum = highest
+    return whole / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 def merge_parts(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -146,4 +177,5 @@ def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Te
         ROWS=tile,
         COLUMNS=columns,
         SEGMENTS=max(1, _TILE // (tile * columns)),
+        **early_launch(out.device),
     )  # fmt: skip

@@ -5,38 +5,47 @@ warp takes its own positions of every block, as one batch of the products, with 
 exchange nothing until the end of a segment. Scales are folded into scores and probabilities.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_kv_triton import KvArguments, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_prefetch_triton import prefetch_block
+from bladellm_kernels.decode_queries_triton import (
+    PlanArguments,
+    RowArguments,
+    first_granule,
+    load_queries,
+    load_sequence,
+    turn_queries,
+)
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
+from bladellm_kernels.decode_states_triton import (
+    StateArguments,
+    join_warps,
+    merge_last,
+    store_output,
+    store_partial,
+    store_zeros,
+)
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
+from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.kv_codes_triton import unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 _REGISTERS = 65536
 """Of an SM."""
 
 
-class RowArguments(NamedTuple):
-    """Queries or outputs, [tokens, heads, head_dim] with contiguous heads: strides in elements."""
-
-    rows: Any
-    token_stride: Any
-    head_stride: Any
-
-
-@triton.jit(do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"])  # type: ignore[untyped-decorator]
+@triton.jit(
+    do_not_specialize=["batch", "window"],
+    do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"],
+)  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
     kv: tl.tuple,
@@ -46,40 +55,69 @@ def ragged_decode_kernel(
     programs: tl.tensor,
     sequences: tl.tensor,
     out: tl.tuple,
-    partial: tl.tensor,
-    lse: tl.tensor,
+    states: tl.tuple,
+    batch: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
+    EARLY: tl.constexpr,
+    SETTLED: tl.constexpr,
 ) -> None:
-    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head."""
+    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head.
+
+    What a segment needs is asked for during the one before: its fields and queries before the loop over the blocks,
+    its first blocks, into the L2 cache, beside the last ones of that loop. SETTLED: the plan can be read before the
+    kernels before this one have ended.
+    """
     lane = tl.program_id(0) % (SHAPE.kv_heads * SHAPE.tiles)
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
+    plan = PlanArguments(sequences, base_rows, slots, kv_lens)
+    if not SETTLED:
+        wait_for_inputs(EARLY)
     block = tl.load(programs + program * 3)
     end = tl.load(programs + program * 3 + 1)
     sequence = tl.load(programs + program * 3 + 2)
+    first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
+    AHEAD: tl.constexpr = SHAPE.ahead if SHAPE.prefetches else 0
+    for ahead in tl.static_range(AHEAD):
+        skipped = span.lowest // SHAPE.block_kv - first
+        prefetch_block(kv, span, block + skipped + ahead, end + skipped, SHAPE)
+    if SETTLED:
+        wait_for_inputs(EARLY)
+    let_next_start(EARLY)
+    numbers = load_queries(q, sequence, block < end, head, row, SHAPE)
+    granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
+    if SHAPE.merges:
+        store_zeros(plan, out, program, batch, head, row, SHAPE)
     while block < end:
-        # All that is known of the sequence is asked for at once: what waits, waits for one of these.
-        first = tl.load(sequences + sequence * 5)
-        last = tl.load(sequences + sequence * 5 + 1)
-        skipped = tl.load(sequences + sequence * 5 + 2) - first
-        kv_len = tl.load(kv_lens + sequence).to(tl.int32)
-        slot = tl.load(slots + sequence)
-        base_row = tl.load(base_rows + sequence)
+        more = last < end
+        next_first, next_last, next_span = load_sequence(plan, sequence + 1, more, head, window, SHAPE)
+        next_numbers = load_queries(q, sequence + 1, more, head, row, SHAPE)
         stop = tl.minimum(last, end)
         if stop > block:
-            lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0) if SHAPE.windowed else 0
-            span = Span(slot, base_row, lowest, kv_len, head)
-            queries = _queries(q, sequence, head, row, scale, SHAPE)
-            state = _attend(queries, kv, span, row, block + skipped, stop + skipped, window, SHAPE)
+            queries = turn_queries(numbers, scale, SHAPE)
+            skipped = span.lowest // SHAPE.block_kv - first
+            coming = (next_span, end - next_first + next_span.lowest // SHAPE.block_kv)
+            state, next_granule = _attend(
+                queries, kv, span, coming, granule, row, block + skipped, stop + skipped, window, SHAPE
+            )
             if (block == first) & (stop == last):
-                _store_output(state, out, sequence, head, row, SHAPE)
+                store_output(state, out, sequence, head, row, SHAPE)
             else:
-                _store_partial(state, partial, lse, program + sequence, head, row, SHAPE)
+                store_partial(state, states, program + sequence, head, row, SHAPE)
+                if SHAPE.merges:
+                    merge_last(plan, states, out, sequence, lane, head, row, SHAPE)
             block = stop
+        else:
+            next_granule = first_granule(kv, next_span, next_span.lowest, SHAPE)
         sequence += 1
+        first = next_first
+        last = next_last
+        span = next_span
+        numbers = next_numbers
+        granule = next_granule
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,14 +125,20 @@ def _attend(
     queries: tl.tuple,
     kv: tl.tuple,
     span: tl.tuple,
+    coming: tl.tuple,
+    granule: tl.tensor,
     row: tl.tensor,
     first: tl.tensor,
     stop: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tl.tuple:
-    """Blocks [first, stop) of a sequence: normalised outputs by part, [units_padded, rows] each, and the logarithm of
-    the sum of exponentials [rows]."""
+    """Blocks [first, stop) of a sequence: normalised outputs by part and warp, [warps, units_padded, rows] each, to be
+    added up, and the logarithm of the sum of exponentials [rows].
+
+    coming: the span that is next, prefetched up to a block of it. granule: of the first block; that of the first block
+    of `coming` is returned too, asked for before the warps wait for one another.
+    """
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
     total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
@@ -102,7 +146,6 @@ def _attend(
     outputs: tl.tuple = ()
     for _part in tl.static_range(PARTS):
         outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
-    granule = block_granule(kv, span, first, stop, SHAPE)
     for block in tl.range(first, stop):
         position = block * SHAPE.block_kv
         keys = load_units(kv, span, position, granule, False, SHAPE)
@@ -121,43 +164,12 @@ def _attend(
             p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
         outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
-    return _join_warps(outputs, maximum, total, shift, SHAPE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _queries(
-    q: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, scale: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
-    """The parts of the queries [warps, units_padded, rows], their sum over the head [rows], and the factor of scores.
-
-    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2.
-    """
-    PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
-    factor = scale * LOG2E
-    largest: tl.tensor = 0.0
-    parts: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        parts += (tl.load(place[None, :] + number[:, None], mask=inside, other=0.0),)
-        largest = tl.maximum(largest, tl.max(tl.abs(parts[part].to(tl.float32))))
-    query_sum = tl.full((SHAPE.rows,), 0.0, tl.float32)
-    if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
-        # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
-        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-        factor *= exponent.to(tl.float32, bitcast=True)
-        shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    turned: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        numbers = parts[part]
-        if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
-            numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
-        query_sum += tl.sum(numbers.to(tl.float32), 0)
-        turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
-    return turned, query_sum, factor
+        # Where the pipeline has nothing more to ask for.
+        if SHAPE.prefetches and block + SHAPE.ahead >= stop:
+            past = coming[0].lowest // SHAPE.block_kv + block + SHAPE.ahead - stop
+            prefetch_block(kv, coming[0], past, coming[1], SHAPE)
+    next_granule = first_granule(kv, coming[0], coming[0].lowest, SHAPE)
+    return join_warps(outputs, maximum, total, shift, SHAPE), next_granule
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -216,59 +228,6 @@ def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.te
     return added
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join_warps(
-    outputs: tl.tuple, maximum: tl.tensor, total: tl.tensor, shift: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tuple:
-    """The warps' states as one: normalised outputs by part, and the logarithm of the sum of exponentials."""
-    PARTS: tl.constexpr = SHAPE.parts
-    highest = tl.max(maximum, 0)
-    weight = tl.exp2(maximum - highest[None, :])
-    whole = tl.sum(total * weight, 0)
-    share = weight / tl.where(whole == 0.0, 1.0, whole)[None, :]
-    joined: tl.tuple = ()
-    for part in tl.static_range(PARTS):
-        joined += (tl.sum((outputs[part] + shift[:, None, :]) * share[:, None, :], 0),)
-    return joined, (highest + tl.log2(whole)) * LN2
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_output(
-    state: tl.tuple, out: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
-) -> None:
-    PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = out.rows + token * out.token_stride + (head * SHAPE.group + row % SHAPE.group) * out.head_stride
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        numbers = state[0][part].to(out.rows.dtype.element_ty)
-        tl.store(place[None, :] + number[:, None], numbers, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_partial(
-    state: tl.tuple,
-    partial: tl.tensor,
-    lse: tl.tensor,
-    segment: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> None:
-    PARTS: tl.constexpr = SHAPE.parts
-    unit = tl.arange(0, SHAPE.units_padded)
-    heads = SHAPE.kv_heads * SHAPE.group
-    place = (segment * SHAPE.query_len + row // SHAPE.group) * heads + head * SHAPE.group + row % SHAPE.group
-    inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :]
-    for part in tl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, SHAPE.head_dim)
-        target = partial + place.to(tl.int64)[None, :] * SHAPE.head_dim + number[:, None]
-        tl.store(target, state[0][part], mask=inside)
-    tl.store(lse + place, state[1], mask=row < SHAPE.rows_used)
-
-
 def launch(
     q: torch.Tensor,
     kv: KvLayer,
@@ -284,18 +243,25 @@ def launch(
     schedule = work.schedule
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
+    early = early_launch(q.device)
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
         base_rows, slots, kv_lens, work.programs, work.sequences,
         RowArguments(out, out.stride(0), out.stride(1)),
-        work.partial, work.lse, scale, work.window or 0,
+        StateArguments(work.partial, work.lse, work.arrived),
+        len(kv_lens), scale, work.window or 0,
         SHAPE=shape,
+        SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
         num_stages=2 * schedule.stages - 1 if gathers else schedule.stages,
         **_register_limit(schedule),
+        **early,
     )  # fmt: skip
-    merge_segments(work.partial, work.lse, work.sequences, out)
+    # It let the next kernel start only when its own inputs, the plan among them, were complete.
+    work.used = True
+    if not shape.merges:
+        merge_segments(work.partial, work.lse, work.sequences, out)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:

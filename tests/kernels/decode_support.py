@@ -141,8 +141,9 @@ def mend() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule):
-    """The attention kernel as the launch compiles it for sm_90, without a GPU."""
+def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1):
+    """The attention kernel as the last of `launches` on a plan compiles it for sm_90, without a GPU."""
+    from bladellm_kernels import merge_attention_triton as merge_module
     from bladellm_kernels import ragged_decode_triton as module
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -168,6 +169,9 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
     monkeypatch.setattr(JITFunction, "run", compile_only)
     as_on_cuda = case.q.dtype == torch.float32
     monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), plain=as_on_cuda))
+    for each in (module, merge_module):
+        monkeypatch.setattr(each, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})
     work = plan(case, window, schedule)
-    module.launch(*case.memory, case.scale, work, torch.empty_like(case.q))
+    for _ in range(launches):
+        module.launch(*case.memory, case.scale, work, torch.empty_like(case.q))
     return compiled["ragged_decode_kernel"]
