@@ -43,6 +43,15 @@ def block_tokens(SHAPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _inside(token: tl.tensor, position: tl.tensor, span: tl.tuple, SHAPE: tl.constexpr) -> tl.tensor:
+    """Whether tokens of the block at `position` lie in the span."""
+    inside = token < span.kv_len - position
+    if SHAPE.windowed:
+        inside &= token >= span.lowest - position
+    return inside
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def block_granule(kv: tl.tuple, span: tl.tuple, block: tl.tensor, stop: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
     """The granule of a block that lies in one, loaded a step before it is needed; else anything."""
     granule = block
@@ -67,7 +76,7 @@ def load_units(
     """
     token = block_tokens(SHAPE)
     unit = tl.arange(0, SHAPE.units_padded)
-    inside = (position + token >= span.lowest) & (position + token < span.kv_len)
+    inside = _inside(token, position, span, SHAPE)
     payload = kv.payload + (span.head.to(tl.int64) * kv.head_stride + VALUE * kv.value_stride) * SHAPE.step
     if SHAPE.paged and not SHAPE.one_granule:
         place = (position + token) // SHAPE.granule_tokens
@@ -83,14 +92,20 @@ def load_units(
     if VALUE:
         places = payload + offset[:, None, :] + unit[None, :, None]
         mask = inside[:, None, :]
-        if SHAPE.units != SHAPE.units_padded:
-            mask &= (unit < SHAPE.units)[None, :, None]
+        used = (unit < SHAPE.units)[None, :, None]
     else:
         places = payload + offset[:, :, None] + unit[None, None, :]
         mask = inside[:, :, None]
-        if SHAPE.units != SHAPE.units_padded:
-            mask &= (unit < SHAPE.units)[None, None, :]
-    return tl.load(places, mask=mask, other=0)
+        used = (unit < SHAPE.units)[None, None, :]
+    # The rest of a granule is the sequence's own memory. Its scores are hidden; values must be numbers, as codes are.
+    if SHAPE.one_granule and (SHAPE.integer or not VALUE):
+        if SHAPE.units == SHAPE.units_padded:
+            units = tl.load(places)
+        else:
+            units = tl.load(places, mask=used, other=0)
+    else:
+        units = tl.load(places, mask=mask & used, other=0)
+    return units
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -108,7 +123,7 @@ def load_scales(
     Loaded as words of two: the pipeline copies nothing narrower than 32 bits.
     """
     token = position + block_tokens(SHAPE)
-    inside = (token >= span.lowest) & (token < span.kv_len)
+    inside = _inside(block_tokens(SHAPE), position, span, SHAPE)
     scales = kv.scales.to(tl.pointer_type(tl.int32))
     offset = span.head * kv.scale_head_stride + VALUE * kv.scale_value_stride + PLANE * kv.scale_plane_stride
     if SHAPE.one_granule:

@@ -12,6 +12,11 @@ _RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3":
 """Exponent of a power of two not above half the range of codes: probabilities are raised by it before they are
 multiplied by scales, which are the largest value divided by that range, and rounded to float16."""
 
+_OFFSET = {"int8": 128.0, "int4": 8.0}
+"""By how much codes are too high as `unit_numbers` counts them, from 0 on."""
+_SUBNORMAL = 2.0**-24
+"""What the lowest bit of a float16 counts."""
+
 
 @dataclass(frozen=True)
 class DecodeShape:
@@ -19,8 +24,8 @@ class DecodeShape:
 
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
-    two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
-    CUDA instructions.
+    two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are higher, counted from 0 on.
+    one_granule: every block lies in one granule. plain: without CUDA instructions.
     """
 
     kv_heads: int
@@ -38,6 +43,8 @@ class DecodeShape:
     scaled: bool
     affine: bool
     raised: int
+    integer: bool
+    offset: float
     granule_tokens: int
     one_granule: bool
     paged: bool
@@ -46,6 +53,11 @@ class DecodeShape:
     block_kv: int
     warps: int
     tokens: int
+
+    @property
+    def code_step(self) -> float:
+        """What `unit_numbers` makes of a code of 1."""
+        return _SUBNORMAL if self.integer and not self.plain else 1.0
 
 
 def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
@@ -72,6 +84,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         scaled=kv.format.quantized,
         affine=kv.format.affine,
         raised=_RAISED.get(kv.format.name, 0),
+        integer=kv.format.quantized and not kv.payload.dtype.is_floating_point,
+        offset=_OFFSET.get(kv.format.name, 0.0),
         granule_tokens=kv.granule_tokens,
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
         paged=kv.paged,

@@ -14,7 +14,7 @@ import triton.language as tl
 from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.kv_codes_triton import part_number, unit_numbers
+from bladellm_kernels.kv_codes_triton import part_number, separate_values, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
@@ -102,6 +102,7 @@ def _attend(
     outputs: tl.tuple = ()
     for _part in tl.static_range(PARTS):
         outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
+    excess = tl.full((SHAPE.warps, 16, SHAPE.rows), 0.0, tl.float32)
     granule = block_granule(kv, span, first, stop, SHAPE)
     for block in tl.range(first, stop):
         position = block * SHAPE.block_kv
@@ -119,8 +120,12 @@ def _attend(
             shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
         if SHAPE.scaled:
             p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
-        outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
+        outputs, excess = _add_values(outputs, excess, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
+    if SHAPE.integer:
+        outputs = separate_values(outputs, SHAPE.code_step)
+    if SHAPE.offset != 0:
+        shift -= tl.sum(excess, 1) * (SHAPE.offset / 16)
     return _join_warps(outputs, maximum, total, shift, SHAPE)
 
 
@@ -156,6 +161,9 @@ def _queries(
         if SHAPE.scaled and q.rows.dtype.element_ty != tl.float32:
             numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
         query_sum += tl.sum(numbers.to(tl.float32), 0)
+        if PARTS == 4 and part % 2 == 0:
+            # As upper nibbles count.
+            numbers *= 16
         turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
     return turned, query_sum, factor
 
@@ -174,16 +182,19 @@ def _scores(
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
+    STEP: tl.constexpr = SHAPE.code_step * 16 if PARTS == 4 else SHAPE.code_step
     turned, query_sum, factor = queries
-    parts = unit_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
-    scores = tl.dot(parts[0], turned[0], input_precision="ieee")
-    for part in tl.static_range(1, PARTS):
+    parts = unit_numbers(keys, turned[0].dtype, False, FORMAT, PLAIN)
+    scores = tl.full((SHAPE.warps, SHAPE.tokens, SHAPE.rows), 0.0, tl.float32)
+    if SHAPE.offset != 0:
+        scores += (query_sum * (-SHAPE.offset * STEP))[None, None, :]
+    for part in tl.static_range(PARTS):
         scores = tl.dot(parts[part], turned[part], scores, input_precision="ieee")
     if SHAPE.scaled:
-        scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * factor)[:, :, None]
+        scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * (factor / STEP))[:, :, None]
         if SHAPE.affine:
-            zero = load_scales(kv, span, position, granule, False, 1, SHAPE) * factor
-            scores += zero[:, :, None] * query_sum[None, None, :]
+            zero = load_scales(kv, span, position, granule, False, 1, SHAPE)
+            scores += zero[:, :, None] * (query_sum * factor)[None, None, :]
     else:
         scores *= factor
     return scores
@@ -205,15 +216,21 @@ def _hide(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
+def _add_values(
+    outputs: tl.tuple, excess: tl.tensor, decay: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Outputs by part, and in each row of `excess` the sum of what codes are multiplied by, rounded as it is for them."""
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
-    parts = unit_numbers(values, p.dtype, FORMAT, PLAIN)
+    parts = unit_numbers(values, p.dtype, True, FORMAT, PLAIN)
     added: tl.tuple = ()
     for part in tl.static_range(PARTS):
         added += (tl.dot(parts[part], p, outputs[part] * decay[:, None, :], input_precision="ieee"),)
-    return added
+    if SHAPE.offset != 0:
+        ones = tl.full((SHAPE.warps, 16, SHAPE.tokens), 1.0, p.dtype)
+        excess = tl.dot(ones, p, excess * decay[:, None, :], input_precision="ieee")
+    return added, excess
 
 
 @triton.jit  # type: ignore[untyped-decorator]
