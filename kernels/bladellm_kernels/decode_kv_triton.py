@@ -90,11 +90,11 @@ def load_units(
         payload += first * kv.row_stride * SHAPE.step
         offset = token * kv.row_stride * SHAPE.step
     if VALUE:
-        places = payload + offset[:, None, :] + unit[None, :, None]
+        places = payload + (offset[:, None, :] + unit[None, :, None])
         mask = inside[:, None, :]
         used = (unit < SHAPE.units)[None, :, None]
     else:
-        places = payload + offset[:, :, None] + unit[None, None, :]
+        places = payload + (offset[:, :, None] + unit[None, None, :])
         mask = inside[:, :, None]
         used = (unit < SHAPE.units)[None, None, :]
     # The rest of a granule is the sequence's own memory. Its scores are hidden; values must be numbers, as codes are.

@@ -108,6 +108,10 @@ def _attend(
         position = block * SHAPE.block_kv
         keys = load_units(kv, span, position, granule, False, SHAPE)
         values = load_units(kv, span, position, granule, True, SHAPE)
+        if SHAPE.scaled:
+            value_scale = load_scales(kv, span, position, granule, True, 0, SHAPE)
+        if SHAPE.affine:
+            zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
         scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
         scores = _hide(scores, span, position, row, window, SHAPE)
         highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
@@ -116,10 +120,9 @@ def _attend(
         maximum = highest
         total = total * decay + tl.sum(p, 1)
         if SHAPE.affine:
-            zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
             shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
         if SHAPE.scaled:
-            p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
+            p = p * value_scale[:, :, None]
         outputs, excess = _add_values(outputs, excess, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
     if SHAPE.integer:
