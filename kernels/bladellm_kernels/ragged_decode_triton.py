@@ -97,8 +97,8 @@ def _attend(
     the sum of exponentials [rows]."""
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
-    total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    shift = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
+    total = tl.full((SHAPE.warps, 8, SHAPE.rows), 0.0, tl.float32)
+    shift = tl.full((SHAPE.warps, 8, SHAPE.rows), 0.0, tl.float32)
     outputs: tl.tuple = ()
     for _part in tl.static_range(PARTS):
         outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
@@ -118,18 +118,25 @@ def _attend(
         p = tl.exp2(scores - highest[:, None, :])
         decay = tl.exp2(maximum - highest)
         maximum = highest
-        total = total * decay + tl.sum(p, 1)
+        total = total * decay[:, None, :] + _sum_by_lane(p, SHAPE)
         if SHAPE.affine:
-            shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
+            shift = shift * decay[:, None, :] + _sum_by_lane(p * zero[:, :, None], SHAPE)
         if SHAPE.scaled:
             p = p * value_scale[:, :, None]
         outputs, excess = _add_values(outputs, excess, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
+    total, shift = tl.sum(total, 1), tl.sum(shift, 1)
     if SHAPE.integer:
         outputs = separate_values(outputs, SHAPE.code_step)
     if SHAPE.offset != 0:
         shift -= tl.sum(excess, 1) * (SHAPE.offset / 16)
     return _join_warps(outputs, maximum, total, shift, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_by_lane(numbers: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """Sums over every eighth position, [warps, 8, rows]: those that a lane holds itself."""
+    return tl.sum(tl.reshape(numbers, (SHAPE.warps, SHAPE.tokens // 8, 8, SHAPE.rows)), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
