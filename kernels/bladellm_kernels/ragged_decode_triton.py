@@ -112,6 +112,8 @@ def _attend(
             value_scale = load_scales(kv, span, position, granule, True, 0, SHAPE)
         if SHAPE.affine:
             zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
+            # Only what a product depends on is loaded ahead.
+            value_scale += zero * 0
         scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
         scores = _hide(scores, span, position, row, window, SHAPE)
         highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
