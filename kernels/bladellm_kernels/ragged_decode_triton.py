@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, inside_span, load_scales, load_units
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.kv_codes_triton import part_number, separate_values, unit_numbers
@@ -108,21 +108,24 @@ def _attend(
         position = block * SHAPE.block_kv
         keys = load_units(kv, span, position, granule, False, SHAPE)
         values = load_units(kv, span, position, granule, True, SHAPE)
+        value_scale, value_zero = 0.0, 0.0
         if SHAPE.scaled:
             value_scale = load_scales(kv, span, position, granule, True, 0, SHAPE)
         if SHAPE.affine:
-            zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
+            value_zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
             # Only what a product depends on is loaded ahead.
-            value_scale += zero * 0
+            value_scale += value_zero * 0
         scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
-        scores = _hide(scores, span, position, row, window, SHAPE)
+        scores, value_scale, value_zero = _hide(
+            scores, value_scale, value_zero, span, position, row, window, SHAPE
+        )
         highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
         p = tl.exp2(scores - highest[:, None, :])
         decay = tl.exp2(maximum - highest)
         maximum = highest
         total = total * decay[:, None, :] + _sum_by_lane(p, SHAPE)
         if SHAPE.affine:
-            shift = shift * decay[:, None, :] + _sum_by_lane(p * zero[:, :, None], SHAPE)
+            shift = shift * decay[:, None, :] + _sum_by_lane(p * value_zero[:, :, None], SHAPE)
         if SHAPE.scaled:
             p = p * value_scale[:, :, None]
         outputs, excess = _add_values(outputs, excess, decay, values, p.to(queries[0][0].dtype), SHAPE)
@@ -214,9 +217,17 @@ def _scores(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _hide(
-    scores: tl.tensor, span: tl.tuple, position: tl.tensor, row: tl.tensor, window: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tensor:
-    """-inf where a row does not see a position, in blocks that have such positions."""
+    scores: tl.tensor,
+    value_scale: tl.tensor,
+    value_zero: tl.tensor,
+    span: tl.tuple,
+    position: tl.tensor,
+    row: tl.tensor,
+    window: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> tl.tuple:
+    """Scores -inf where a row does not see a position, scale and zero 0 outside the span, in blocks that have such
+    positions."""
     if (position + SHAPE.block_kv > span.kv_len - SHAPE.query_len + 1) | (position < span.lowest + SHAPE.query_len - 1):
         token = position + block_tokens(SHAPE)
         newest = span.kv_len - SHAPE.query_len + row // SHAPE.group
@@ -224,7 +235,12 @@ def _hide(
         if SHAPE.windowed:
             visible &= token[:, :, None] > (newest - window)[None, None, :]
         scores = tl.where(visible, scores, float("-inf"))
-    return scores
+        inside = inside_span(block_tokens(SHAPE), position, span, SHAPE)
+        if SHAPE.scaled:
+            value_scale = tl.where(inside, value_scale, 0.0)
+        if SHAPE.affine:
+            value_zero = tl.where(inside, value_zero, 0.0)
+    return scores, value_scale, value_zero
 
 
 @triton.jit  # type: ignore[untyped-decorator]
