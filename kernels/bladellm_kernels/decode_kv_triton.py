@@ -77,7 +77,7 @@ def load_units(
 ) -> tl.tensor:
     """The units of a block's keys, [warps, tokens, units_padded], or values, [warps, units_padded, tokens].
 
-    Zero outside the span.
+    Outside the span, where blocks lie in one granule, what is stored there; but no NaN among values. Else 0.
     """
     token = block_tokens(SHAPE)
     unit = tl.arange(0, SHAPE.units_padded)
@@ -102,7 +102,8 @@ def load_units(
         places = payload + (offset[:, :, None] + unit[None, None, :])
         mask = inside[:, :, None]
         used = (unit < SHAPE.units)[None, None, :]
-    # The rest of a granule is the sequence's own memory. Its scores are hidden; values must be numbers, as codes are.
+    # The rest of a granule is the sequence's own memory. Its scores are hidden; values must be numbers,
+    # as integer codes are.
     if SHAPE.one_granule and (SHAPE.integer or not VALUE):
         if SHAPE.units == SHAPE.units_padded:
             units = tl.load(places)

@@ -24,8 +24,8 @@ class DecodeShape:
 
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
-    two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are higher, counted from 0 on.
-    one_granule: every block lies in one granule. plain: without CUDA instructions.
+    two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
+    higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
     """
 
     kv_heads: int

@@ -11,7 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_kv_triton import KvArguments, Span, block_granule, block_tokens, inside_span, load_scales, load_units
+from bladellm_kernels.decode_kv_triton import (
+    KvArguments,
+    Span,
+    block_granule,
+    block_tokens,
+    inside_span,
+    load_scales,
+    load_units,
+)
 from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.kv_codes_triton import part_number, separate_values, unit_numbers
@@ -116,9 +124,7 @@ def _attend(
             # Only what a product depends on is loaded ahead.
             value_scale += value_zero * 0
         scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
-        scores, value_scale, value_zero = _hide(
-            scores, value_scale, value_zero, span, position, row, window, SHAPE
-        )
+        scores, value_scale, value_zero = _hide(scores, value_scale, value_zero, span, position, row, window, SHAPE)
         highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
         p = tl.exp2(scores - highest[:, None, :])
         decay = tl.exp2(maximum - highest)
@@ -247,7 +253,7 @@ def _hide(
 def _add_values(
     outputs: tl.tuple, excess: tl.tensor, decay: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Outputs by part, and in each row of `excess` the sum of what codes are multiplied by, rounded as it is for them."""
+    """Outputs by part, and in each row of `excess` the sum of p, rounded as it is: what a part of ones would get."""
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
