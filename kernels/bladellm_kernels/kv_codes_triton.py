@@ -5,9 +5,8 @@ holds the codes of several numbers, its *parts*: two of 8 bits or four of 4 bits
 head of 8-bit codes, and number 2i + s // 2 + (s % 2) · D/2 of a head of 4-bit codes (`part_number`).
 
 Tensor cores take the parts as float16. An integer code is masked out and left as the low bits of a float16, which is
-then subnormal: the code, counted from 0 on, in steps of 2^-24. Nothing is added to or taken from single codes: the step,
-and what signed codes count too much, are made good in the sums that products leave. Two units, a register, are turned
-at once.
+then subnormal: the code, counted from 0 on, in steps of 2^-24. Single codes are neither raised nor lowered: sums over
+products are mended for the step, and for what signed codes count too much. Two units, a register, are turned at once.
 """
 
 import triton
