@@ -38,8 +38,22 @@ class Span(NamedTuple):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def block_tokens(SHAPE: tl.constexpr) -> tl.tensor:
-    """Positions in a block, [warps, tokens]."""
-    return tl.arange(0, SHAPE.warps)[:, None] * SHAPE.tokens + tl.arange(0, SHAPE.tokens)[None, :]
+    """Positions in a block, [warps, tokens].
+
+    Of every 16, first the even ones: a thread's rows of a tensor core tile lie 8 apart, and so share a word of scales.
+    """
+    row = tl.arange(0, SHAPE.tokens)
+    token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+    return tl.arange(0, SHAPE.warps)[:, None] * SHAPE.tokens + token[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def inside_span(token: tl.tensor, position: tl.tensor, span: tl.tuple, SHAPE: tl.constexpr) -> tl.tensor:
+    """Whether tokens of the block at `position` lie in the span."""
+    inside = token < span.kv_len - position
+    if SHAPE.windowed:
+        inside &= token >= span.lowest - position
+    return inside
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,11 +77,11 @@ def load_units(
 ) -> tl.tensor:
     """The units of a block's keys, [warps, tokens, units_padded], or values, [warps, units_padded, tokens].
 
-    Zero outside the span.
+    Outside the span, where blocks lie in one granule, what is stored there; but no NaN among values. Else 0.
     """
     token = block_tokens(SHAPE)
     unit = tl.arange(0, SHAPE.units_padded)
-    inside = (position + token >= span.lowest) & (position + token < span.kv_len)
+    inside = inside_span(token, position, span, SHAPE)
     payload = kv.payload + (span.head.to(tl.int64) * kv.head_stride + VALUE * kv.value_stride) * SHAPE.step
     if SHAPE.paged and not SHAPE.one_granule:
         place = (position + token) // SHAPE.granule_tokens
@@ -81,16 +95,23 @@ def load_units(
         payload += first * kv.row_stride * SHAPE.step
         offset = token * kv.row_stride * SHAPE.step
     if VALUE:
-        places = payload + offset[:, None, :] + unit[None, :, None]
+        places = payload + (offset[:, None, :] + unit[None, :, None])
         mask = inside[:, None, :]
-        if SHAPE.units != SHAPE.units_padded:
-            mask &= (unit < SHAPE.units)[None, :, None]
+        used = (unit < SHAPE.units)[None, :, None]
     else:
-        places = payload + offset[:, :, None] + unit[None, None, :]
+        places = payload + (offset[:, :, None] + unit[None, None, :])
         mask = inside[:, :, None]
-        if SHAPE.units != SHAPE.units_padded:
-            mask &= (unit < SHAPE.units)[None, None, :]
-    return tl.load(places, mask=mask, other=0)
+        used = (unit < SHAPE.units)[None, None, :]
+    # The rest of a granule is the sequence's own memory. Its scores are hidden; values must be numbers,
+    # as integer codes are.
+    if SHAPE.one_granule and (SHAPE.integer or not VALUE):
+        if SHAPE.units == SHAPE.units_padded:
+            units = tl.load(places)
+        else:
+            units = tl.load(places, mask=used, other=0)
+    else:
+        units = tl.load(places, mask=mask & used, other=0)
+    return units
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -103,24 +124,27 @@ def load_scales(
     PLANE: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> tl.tensor:
-    """Scales (plane 0) or zeros (plane 1) of a block, float32 [warps, tokens]; 0 outside.
+    """Scales (plane 0) or zeros (plane 1) of a block, float32 [warps, tokens].
 
-    Loaded as words of two: the pipeline copies nothing narrower than 32 bits.
+    Outside the span anything where blocks lie in one granule, else 0. Loaded as words of two: the pipeline copies
+    nothing narrower than 32 bits.
     """
-    token = position + block_tokens(SHAPE)
-    inside = (token >= span.lowest) & (token < span.kv_len)
     scales = kv.scales.to(tl.pointer_type(tl.int32))
     offset = span.head * kv.scale_head_stride + VALUE * kv.scale_value_stride + PLANE * kv.scale_plane_stride
     if SHAPE.one_granule:
         start = granule.to(tl.int64) * kv.scale_granule_stride + offset + position % SHAPE.granule_tokens
-        odd = block_tokens(SHAPE) % 2
-        words = tl.load(scales + start // 2 + block_tokens(SHAPE) // 2, mask=inside, other=0)
+        pair = tl.arange(0, SHAPE.warps)[:, None] * (SHAPE.tokens // 2) + tl.arange(0, SHAPE.tokens // 2)[None, :]
+        words = tl.load(scales + start // 2 + pair)
+        pairs = tl.join(words, words >> 16)
+        tiles = tl.reshape(pairs, (SHAPE.warps, SHAPE.tokens // 16, 8, 2))
+        halves = tl.reshape(tl.permute(tiles, (0, 1, 3, 2)), (SHAPE.warps, SHAPE.tokens))
     else:
+        token = position + block_tokens(SHAPE)
+        inside = inside_span(block_tokens(SHAPE), position, span, SHAPE)
         table = kv.table + span.slot * kv.table_stride
         granules = tl.load(table + token // SHAPE.granule_tokens, mask=inside, other=0)
         place = granules.to(tl.int64) * kv.scale_granule_stride + offset + token % SHAPE.granule_tokens
-        odd = (place % 2).to(tl.int32)
         words = tl.load(scales + place // 2, mask=inside, other=0)
-    # Shifted out of the word, then the 16 bits taken for what they are.
-    halves = (words >> odd * 16).to(tl.int16)
-    return halves.to(tl.float16, bitcast=True).to(tl.float32)
+        halves = words >> (place % 2).to(tl.int32) * 16
+    # The lower 16 bits, taken for what they are.
+    return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -98,5 +98,8 @@ def turn_queries(parts: tl.tuple, scale: tl.tensor, SHAPE: tl.constexpr) -> tl.t
         if SHAPE.scaled and parts[0].dtype != tl.float32:
             numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
         sums += numbers.to(tl.float32)
+        if PARTS == 4 and part % 2 == 0:
+            # As upper nibbles count.
+            numbers *= 16
         turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)
     return turned, tl.sum(sums, 0), factor

@@ -16,6 +16,10 @@ _MERGED = 8192
 """Numbers of partial outputs in registers at once."""
 _GRAIN = 64
 """Bytes that one prefetch asks for: what an H200 moves to its L2 cache at a time."""
+_OFFSET = {"int8": 128.0, "int4": 8.0}
+"""By how much codes are too high as `unit_numbers` counts them, from 0 on."""
+_SUBNORMAL = 2.0**-24
+"""What the lowest bit of a float16 counts."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,11 @@ class DecodeShape:
 
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
-    two up to 16 bytes that divides the payload's strides. one_granule: every block lies in one granule. plain: without
-    CUDA instructions. row_bytes: of a head's keys, or values, at a position. ahead: blocks of the next sequence
-    that may be brought into the L2 cache before they are needed, in requests for `grain` bytes. merges: whether the
-    last program of a sequence merges its segments; else another kernel does.
+    two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
+    higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
+    row_bytes: of a head's keys, or values, at a position. ahead: blocks of the next sequence that may be brought into
+    the L2 cache before they are needed, in requests for `grain` bytes. merges: whether the last program of a sequence
+    merges its segments; else another kernel does.
     """
 
     kv_heads: int
@@ -45,6 +50,8 @@ class DecodeShape:
     scaled: bool
     affine: bool
     raised: int
+    integer: bool
+    offset: float
     granule_tokens: int
     one_granule: bool
     paged: bool
@@ -77,6 +84,11 @@ class DecodeShape:
     def prefetches(self) -> bool:
         return not (self.plain or self.paged)
 
+    @property
+    def code_step(self) -> float:
+        """What `unit_numbers` makes of a code of 1."""
+        return _SUBNORMAL if self.integer and not self.plain else 1.0
+
 
 def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
     """For queries [tokens, Hq, D]; the arguments have been checked."""
@@ -102,6 +114,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         scaled=kv.format.quantized,
         affine=kv.format.affine,
         raised=_RAISED.get(kv.format.name, 0),
+        integer=kv.format.quantized and not kv.payload.dtype.is_floating_point,
+        offset=_OFFSET.get(kv.format.name, 0.0),
         granule_tokens=kv.granule_tokens,
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
         paged=kv.paged,

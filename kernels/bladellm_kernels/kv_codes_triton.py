@@ -4,52 +4,42 @@ Kernels read quantized memory in *units* of two bytes: shared memory is transpos
 holds the codes of several numbers, its *parts*: two of 8 bits or four of 4 bits. Part s of unit i is number 2i + s of a
 head of 8-bit codes, and number 2i + s // 2 + (s % 2) · D/2 of a head of 4-bit codes (`part_number`).
 
-Every code, its offset taken off, is a float16 number. Two units, a register, are turned at once: where integers need
-it, a byte or nibble becomes the low bits of a float16 from 1024 on, where neighbours lie 1 apart, and the excess is
-taken away.
+Tensor cores take the parts as float16. An integer code is masked out and left as the low bits of a float16, which is
+then subnormal: the code, counted from 0 on, in steps of 2^-24. Single codes are neither raised nor lowered: sums over
+products are mended for the step, and for what signed codes count too much. Two units, a register, are turned at once.
 """
 
 import triton
 import triton.language as tl
 
-
-def _bytes(bias: int) -> tl.constexpr:
-    """Both bytes of each unit: lop3 0x6a is (a & b) ^ c, which also flips the sign bit where the codes have one."""
-    return tl.constexpr(f"""{{
-        .reg .b32 low, high, bias;
-        mov.b32 bias, {bias:#x};
-        shr.u32 high, $2, 8;
-        lop3.b32 low, $2, 0x00ff00ff, bias, 0x6a;
-        lop3.b32 high, high, 0x00ff00ff, bias, 0x6a;
-        sub.f16x2 $0, low, bias;
-        sub.f16x2 $1, high, bias;
-    }}""")
-
-
-def _nibbles(low_bias: int, high_bias: int) -> tl.constexpr:
-    """Four nibbles: those in bits 4 to 7 of a byte count 16-fold, which a fused multiply-add by 1/16 mends."""
-    return tl.constexpr(f"""{{
-        .reg .b32 shifted, n0, n1, n2, n3, magic, low, high, part;
-        mov.b32 magic, 0x64006400;
-        mov.b32 low, {low_bias:#x};
-        mov.b32 high, {high_bias:#x};
-        mov.b32 part, 0x2c002c00;
-        shr.u32 shifted, $4, 8;
-        lop3.b32 n0, $4, 0x000f000f, magic, 0x6a;
-        lop3.b32 n1, $4, 0x00f000f0, magic, 0x6a;
-        lop3.b32 n2, shifted, 0x000f000f, magic, 0x6a;
-        lop3.b32 n3, shifted, 0x00f000f0, magic, 0x6a;
-        sub.f16x2 $0, n0, low;
-        fma.rn.f16x2 $1, n1, part, high;
-        sub.f16x2 $2, n2, low;
-        fma.rn.f16x2 $3, n3, part, high;
-    }}""")
-
-
-_INT8 = _bytes(0x64806480)  # 1024 + 128: the sign bit counts +128 after the flip
-_UINT8 = _bytes(0x64006400)
-_INT4 = _nibbles(0x64086408, 0xD480D480)  # 1024 + 8, -(64 + 8)
-_UINT4 = _nibbles(0x64006400, 0xD400D400)
+# lop3 0x6a is (a & b) ^ c: signed bytes get their sign bit flipped, and count 128 more.
+_INT8 = tl.constexpr("""{
+        .reg .b32 flipped;
+        xor.b32 flipped, $2, 0x80808080;
+        and.b32 $0, flipped, 0x00ff00ff;
+        prmt.b32 $1, flipped, 0, 0x4341;
+    }""")
+_UINT8 = tl.constexpr("""{
+        and.b32 $0, $2, 0x00ff00ff;
+        prmt.b32 $1, $2, 0, 0x4341;
+    }""")
+# The upper nibbles of bytes stay where they are, and count 16-fold.
+_UINT4 = tl.constexpr("""{
+        .reg .b32 upper;
+        prmt.b32 upper, $4, 0, 0x4341;
+        and.b32 $0, $4, 0x000f000f;
+        and.b32 $1, $4, 0x00f000f0;
+        and.b32 $2, upper, 0x000f000f;
+        sub.f16x2 $3, upper, $2;
+    }""")
+# As above, but the last part counts the whole byte.
+_UINT4_BYTE = tl.constexpr("""{
+        .reg .b32 upper;
+        prmt.b32 $3, $4, 0, 0x4341;
+        and.b32 $0, $4, 0x000f000f;
+        and.b32 $1, $4, 0x00f000f0;
+        and.b32 $2, $3, 0x000f000f;
+    }""")
 _E4M3 = tl.constexpr("""{
         .reg .b32 sorted;
         .reg .b16 low, high;
@@ -75,29 +65,43 @@ def part_number(unit: tl.tensor, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_D
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def unit_numbers(units: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr, PLAIN: tl.constexpr) -> tl.tuple:
+def unit_numbers(
+    units: tl.tensor, dtype: tl.constexpr, VALUE: tl.constexpr, FORMAT: tl.constexpr, PLAIN: tl.constexpr
+) -> tl.tuple:
     """A tuple of the parts of `units` (int16, or the numbers themselves), each of their shape and of `dtype`.
 
+    Integer codes are counted from 0 on (`DecodeShape.offset`) in steps of `DecodeShape.code_step`. Of four parts, those
+    of upper nibbles count 16-fold, and the last one of values is the last two together: `separate_values`.
     PLAIN: by casts, where there are no CUDA instructions or `dtype` is not float16.
     """
     if FORMAT == "no_quant":
         parts = (units,)
     elif PLAIN:
-        parts = _plain_numbers(units, dtype, FORMAT)
+        parts = _plain_numbers(units, dtype, VALUE, FORMAT)
     elif FORMAT == "int8":
         parts = _two(units, _INT8)
     elif FORMAT == "int8_affine":
         parts = _two(units, _UINT8)
-    elif FORMAT == "int4":
-        parts = _four(units, _INT4)
-    elif FORMAT == "int4_affine":
-        parts = _four(units, _UINT4)
+    elif FORMAT == "int4" or FORMAT == "int4_affine":
+        parts = _four(units, _UINT4_BYTE if VALUE else _UINT4)
     elif FORMAT == "fp8_e4m3":
         parts = _two(units, _E4M3)
     else:
         tl.static_assert(FORMAT == "fp8_e5m2")
         parts = _two(units, _E5M2)
     return parts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def separate_values(sums: tl.tuple, STEP: tl.constexpr) -> tl.tuple:
+    """Sums over the parts of values as `unit_numbers` gives them -> sums over codes."""
+    separate = sums
+    if len(sums) == 4:
+        low, high = 1.0 / STEP, 0.0625 / STEP
+        separate = (sums[0] * low, sums[1] * high, sums[2] * low, (sums[3] - sums[2]) * high)
+    elif STEP != 1.0:
+        separate = (sums[0] * (1.0 / STEP), sums[1] * (1.0 / STEP))
+    return separate
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,15 +117,15 @@ def _four(units: tl.tensor, ASM: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _plain_numbers(units: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr) -> tl.tuple:
+def _plain_numbers(units: tl.tensor, dtype: tl.constexpr, VALUE: tl.constexpr, FORMAT: tl.constexpr) -> tl.tuple:
     bits = units.to(tl.int32)
     if FORMAT == "int4" or FORMAT == "int4_affine":
-        OFFSET: tl.constexpr = 8 if FORMAT == "int4" else 0
+        LAST: tl.constexpr = 0xFF if VALUE else 0xF0
         parts: tl.tuple = (
-            ((bits & 15) - OFFSET).to(dtype),
-            (((bits >> 4) & 15) - OFFSET).to(dtype),
-            (((bits >> 8) & 15) - OFFSET).to(dtype),
-            (((bits >> 12) & 15) - OFFSET).to(dtype),
+            (bits & 0x0F).to(dtype),
+            (bits & 0xF0).to(dtype),
+            ((bits >> 8) & 0x0F).to(dtype),
+            ((bits >> 8) & LAST).to(dtype),
         )
     else:
         parts = (_plain_number(bits & 255, dtype, FORMAT), _plain_number((bits >> 8) & 255, dtype, FORMAT))
@@ -131,7 +135,7 @@ def _plain_numbers(units: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr) 
 @triton.jit  # type: ignore[untyped-decorator]
 def _plain_number(code: tl.tensor, dtype: tl.constexpr, FORMAT: tl.constexpr) -> tl.tensor:
     if FORMAT == "int8":
-        number = ((code ^ 128) - 128).to(dtype)
+        number = (code ^ 128).to(dtype)
     elif FORMAT == "int8_affine":
         number = code.to(dtype)
     elif FORMAT == "fp8_e4m3":

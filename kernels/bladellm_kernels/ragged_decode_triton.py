@@ -9,7 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_kv_triton import KvArguments, block_granule, block_tokens, load_scales, load_units
+from bladellm_kernels.decode_kv_triton import (
+    KvArguments,
+    block_granule,
+    block_tokens,
+    inside_span,
+    load_scales,
+    load_units,
+)
 from bladellm_kernels.decode_prefetch_triton import prefetch_block
 from bladellm_kernels.decode_queries_triton import (
     PlanArguments,
@@ -30,7 +37,7 @@ from bladellm_kernels.decode_states_triton import (
 )
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
-from bladellm_kernels.kv_codes_triton import unit_numbers
+from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
@@ -141,35 +148,53 @@ def _attend(
     """
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
-    total = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
-    shift = tl.full((SHAPE.warps, SHAPE.rows), 0.0, tl.float32)
+    total = tl.full((SHAPE.warps, 8, SHAPE.rows), 0.0, tl.float32)
+    shift = tl.full((SHAPE.warps, 8, SHAPE.rows), 0.0, tl.float32)
     outputs: tl.tuple = ()
     for _part in tl.static_range(PARTS):
         outputs += (tl.full((SHAPE.warps, SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32),)
+    excess = tl.full((SHAPE.warps, 16, SHAPE.rows), 0.0, tl.float32)
     for block in tl.range(first, stop):
         position = block * SHAPE.block_kv
         keys = load_units(kv, span, position, granule, False, SHAPE)
         values = load_units(kv, span, position, granule, True, SHAPE)
+        value_scale, value_zero = 0.0, 0.0
+        if SHAPE.scaled:
+            value_scale = load_scales(kv, span, position, granule, True, 0, SHAPE)
+        if SHAPE.affine:
+            value_zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
+            # Only what a product depends on is loaded ahead.
+            value_scale += value_zero * 0
         scores = _scores(keys, queries, kv, span, position, granule, SHAPE)
-        scores = _hide(scores, span, position, row, window, SHAPE)
+        scores, value_scale, value_zero = _hide(scores, value_scale, value_zero, span, position, row, window, SHAPE)
         highest = tl.maximum(maximum, tl.max(scores, 1) - SHAPE.raised)
         p = tl.exp2(scores - highest[:, None, :])
         decay = tl.exp2(maximum - highest)
         maximum = highest
-        total = total * decay + tl.sum(p, 1)
+        total = total * decay[:, None, :] + _sum_by_lane(p, SHAPE)
         if SHAPE.affine:
-            zero = load_scales(kv, span, position, granule, True, 1, SHAPE)
-            shift = shift * decay + tl.sum(p * zero[:, :, None], 1)
+            shift = shift * decay[:, None, :] + _sum_by_lane(p * value_zero[:, :, None], SHAPE)
         if SHAPE.scaled:
-            p = p * load_scales(kv, span, position, granule, True, 0, SHAPE)[:, :, None]
-        outputs = _add_values(outputs, decay, values, p.to(queries[0][0].dtype), SHAPE)
+            p = p * value_scale[:, :, None]
+        outputs, excess = _add_values(outputs, excess, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
         # Where the pipeline has nothing more to ask for.
         if SHAPE.prefetches and block + SHAPE.ahead >= stop:
             past = coming[0].lowest // SHAPE.block_kv + block + SHAPE.ahead - stop
             prefetch_block(kv, coming[0], past, coming[1], SHAPE)
     next_granule = first_granule(kv, coming[0], coming[0].lowest, SHAPE)
+    total, shift = tl.sum(total, 1), tl.sum(shift, 1)
+    if SHAPE.integer:
+        outputs = separate_values(outputs, SHAPE.code_step)
+    if SHAPE.offset != 0:
+        shift -= tl.sum(excess, 1) * (SHAPE.offset / 16)
     return join_warps(outputs, maximum, total, shift, SHAPE), next_granule
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_by_lane(numbers: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """Sums over every eighth position, [warps, 8, rows]: those that a lane holds itself."""
+    return tl.sum(tl.reshape(numbers, (SHAPE.warps, SHAPE.tokens // 8, 8, SHAPE.rows)), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -186,16 +211,19 @@ def _scores(
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
+    STEP: tl.constexpr = SHAPE.code_step * 16 if PARTS == 4 else SHAPE.code_step
     turned, query_sum, factor = queries
-    parts = unit_numbers(keys, turned[0].dtype, FORMAT, PLAIN)
-    scores = tl.dot(parts[0], turned[0], input_precision="ieee")
-    for part in tl.static_range(1, PARTS):
+    parts = unit_numbers(keys, turned[0].dtype, False, FORMAT, PLAIN)
+    scores = tl.full((SHAPE.warps, SHAPE.tokens, SHAPE.rows), 0.0, tl.float32)
+    if SHAPE.offset != 0:
+        scores += (query_sum * (-SHAPE.offset * STEP))[None, None, :]
+    for part in tl.static_range(PARTS):
         scores = tl.dot(parts[part], turned[part], scores, input_precision="ieee")
     if SHAPE.scaled:
-        scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * factor)[:, :, None]
+        scores *= (load_scales(kv, span, position, granule, False, 0, SHAPE) * (factor / STEP))[:, :, None]
         if SHAPE.affine:
-            zero = load_scales(kv, span, position, granule, False, 1, SHAPE) * factor
-            scores += zero[:, :, None] * query_sum[None, None, :]
+            zero = load_scales(kv, span, position, granule, False, 1, SHAPE)
+            scores += zero[:, :, None] * (query_sum * factor)[None, None, :]
     else:
         scores *= factor
     return scores
@@ -203,9 +231,17 @@ def _scores(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _hide(
-    scores: tl.tensor, span: tl.tuple, position: tl.tensor, row: tl.tensor, window: tl.tensor, SHAPE: tl.constexpr
-) -> tl.tensor:
-    """-inf where a row does not see a position, in blocks that have such positions."""
+    scores: tl.tensor,
+    value_scale: tl.tensor,
+    value_zero: tl.tensor,
+    span: tl.tuple,
+    position: tl.tensor,
+    row: tl.tensor,
+    window: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> tl.tuple:
+    """Scores -inf where a row does not see a position, scale and zero 0 outside the span, in blocks that have such
+    positions."""
     if (position + SHAPE.block_kv > span.kv_len - SHAPE.query_len + 1) | (position < span.lowest + SHAPE.query_len - 1):
         token = position + block_tokens(SHAPE)
         newest = span.kv_len - SHAPE.query_len + row // SHAPE.group
@@ -213,19 +249,30 @@ def _hide(
         if SHAPE.windowed:
             visible &= token[:, :, None] > (newest - window)[None, None, :]
         scores = tl.where(visible, scores, float("-inf"))
-    return scores
+        inside = inside_span(block_tokens(SHAPE), position, span, SHAPE)
+        if SHAPE.scaled:
+            value_scale = tl.where(inside, value_scale, 0.0)
+        if SHAPE.affine:
+            value_zero = tl.where(inside, value_zero, 0.0)
+    return scores, value_scale, value_zero
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_values(outputs: tl.tuple, decay: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
+def _add_values(
+    outputs: tl.tuple, excess: tl.tensor, decay: tl.tensor, values: tl.tensor, p: tl.tensor, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Outputs by part, and in each row of `excess` the sum of p, rounded as it is: what a part of ones would get."""
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
-    parts = unit_numbers(values, p.dtype, FORMAT, PLAIN)
+    parts = unit_numbers(values, p.dtype, True, FORMAT, PLAIN)
     added: tl.tuple = ()
     for part in tl.static_range(PARTS):
         added += (tl.dot(parts[part], p, outputs[part] * decay[:, None, :], input_precision="ieee"),)
-    return added
+    if SHAPE.offset != 0:
+        ones = tl.full((SHAPE.warps, 16, SHAPE.tokens), 1.0, p.dtype)
+        excess = tl.dot(ones, p, excess * decay[:, None, :], input_precision="ieee")
+    return added, excess
 
 
 def launch(

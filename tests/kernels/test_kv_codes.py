@@ -8,9 +8,11 @@ from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import dequantize_kv
 
 ASSEMBLY = {
-    "int8": "_INT8", "int8_affine": "_UINT8", "int4": "_INT4", "int4_affine": "_UINT4",
+    "int8": "_INT8", "int8_affine": "_UINT8", "int4": "_UINT4", "int4_affine": "_UINT4",
     "fp8_e4m3": "_E4M3", "fp8_e5m2": "_E5M2",
 }  # fmt: skip
+OFFSET = {"int8": 128, "int4": 8}
+"""By which the kernel's codes, counted from 0 on, are higher than numbers."""
 WORD = 0xFFFFFFFF
 
 
@@ -69,6 +71,7 @@ def execute(assembly, units, outputs):
             "mov.b32": lambda a: a,
             "shr.u32": lambda a, b: a >> b,
             "and.b32": lambda a, b: a & b,
+            "xor.b32": lambda a, b: a ^ b,
             "lop3.b32": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
             "prmt.b32": lambda a, b, selector: permuted(a, b, int(selector[0])),
             "sub.f16x2": lambda a, b: register(halves(a) - halves(b)),
@@ -78,14 +81,20 @@ def execute(assembly, units, outputs):
     return [values[f"${index}"] for index in range(outputs)]
 
 
+def all_units():
+    """Every unit there is, as the lower one and as the upper one of registers."""
+    first = torch.arange(65536)
+    return first, first[torch.randperm(65536)]
+
+
 @pytest.mark.parametrize("format_name", ASSEMBLY)
 def test_every_code_becomes_its_number(format_name):
     pytest.importorskip("triton")
     from bladellm_kernels import kv_codes_triton as module
 
     kv_format = KV_FORMATS[format_name]
-    first = torch.arange(65536)
-    second = first[torch.randperm(65536)]
+    step = 1.0 if format_name.startswith("fp8") else 2.0**-24
+    first, second = all_units()
     parts = execute(getattr(module, ASSEMBLY[format_name]).value, first | second << 16, 2 * kv_format.per_element)
     for place, units in enumerate((first, second)):
         codes = torch.stack((units & 255, units >> 8), -1).to(torch.uint8).view(kv_format.storage)
@@ -95,6 +104,18 @@ def test_every_code_becomes_its_number(format_name):
         for part, found in enumerate(parts):
             per_byte = kv_format.per_element
             number = part // per_byte + part % per_byte * 2 if per_byte == 2 else part
-            torch.testing.assert_close(
-                halves(found)[:, place].float(), expected[:, number], atol=0, rtol=0, equal_nan=True
-            )
+            weight = 16 if per_byte == 2 and part % 2 else 1
+            numbers = halves(found)[:, place] / (step * weight) - OFFSET.get(format_name, 0)
+            torch.testing.assert_close(numbers.float(), expected[:, number], atol=0, rtol=0, equal_nan=True)
+
+
+def test_the_last_part_of_4_bit_values_is_the_whole_byte():
+    pytest.importorskip("triton")
+    from bladellm_kernels import kv_codes_triton as module
+
+    first, second = all_units()
+    register = first | second << 16
+    keys, values = (execute(getattr(module, name).value, register, 4) for name in ("_UINT4", "_UINT4_BYTE"))
+    for key, value in zip(keys[:3], values[:3], strict=True):
+        assert torch.equal(key, value)
+    assert torch.equal(halves(values[3]), halves(keys[3]) + halves(keys[2]))
