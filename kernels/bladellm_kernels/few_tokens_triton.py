@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, group_of, prefetch_lines, unit_parts
+from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, part_zeros, prefetch_lines, step_factors, unit_parts
 
 _BLOCK = tl.constexpr(32 * 64)
 
@@ -46,15 +46,24 @@ def few_tokens_kernel(
     warp, row, unit, token = tl.arange(0, WARPS), tl.arange(0, ROWS), tl.arange(0, UNITS), tl.arange(0, TOKENS)
     unit_places = warp[:, None, None] * _BLOCK + row[None, :, None] * UNITS + unit[None, None, :]
     x_places = (warp[:, None, None] * SHAPE.step + unit[None, :, None]) * x_step + token[None, None, :] * x_stride
+    scale_rows = weight.scales + factor + row[None, :]
+    zero_rows = weight.zeros + factor + row[None, :]
+    last = weight.steps - 1
+    step = tl.minimum(warp[:, None], last)
+    scales = step_factors(scale_rows, step, SHAPE.group_steps != 0, SHAPE)
+    zeros = step_factors(zero_rows, step, SHAPE.has_zeros, SHAPE)
     total = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
+    PARTS: tl.constexpr = SHAPE.parts
     for round in tl.range(0, weight.steps, WARPS, num_stages=STAGES):
-        step = round + warp
-        inside = (step < weight.steps)[:, None] | SHAPE.even
-        units = _load(codes + round * _BLOCK + unit_places, inside[:, :, None], SHAPE.even)
-        zeros = _zeros(weight.zeros + factor, step, row, inside, SHAPE)
-        parts = unit_parts(units, zeros, x.dtype.element_ty, SHAPE)
+        # Asked for one round ahead: the pipeline copies codes and inputs only.
+        step = tl.minimum(round + WARPS + warp[:, None], last)
+        next_scales = step_factors(scale_rows, step, SHAPE.group_steps != 0, SHAPE)
+        next_zeros = step_factors(zero_rows, step, SHAPE.has_zeros, SHAPE)
+        block = round if SHAPE.even else tl.minimum(round + warp, last)[:, None, None] - warp[:, None, None]
+        units = tl.load(codes + block * _BLOCK + unit_places)
+        parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
         sums = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
-        for part in tl.static_range(SHAPE.parts):
+        for part in tl.static_range(PARTS):
             start = round * SHAPE.step + part * UNITS
             known = (token < tokens)[None, None, :]
             if not SHAPE.even:
@@ -62,13 +71,11 @@ def few_tokens_kernel(
             numbers = tl.load(x + start * x_step + x_places, mask=known, other=0.0)
             sums = tl.dot(parts[part], numbers, sums, input_precision="ieee")
             if SHAPE.group_steps != 0 and (part + 1) % SHAPE.group_parts == 0:
-                group = group_of(step, part // SHAPE.group_parts, SHAPE)
-                places = group[:, None] * TILE_ROWS + row[None, :]
-                scale = _load(weight.scales + factor + places, inside, SHAPE.even)
-                total += sums * scale.to(tl.float32)[:, :, None]
+                total += sums * scales[part // SHAPE.group_parts].to(tl.float32)[:, :, None]
                 sums = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
         if SHAPE.group_steps == 0:
             total += sums
+        scales, zeros = next_scales, next_zeros
     out = tl.sum(total, 0)
     if SHAPE.group_steps == 0:
         out *= tl.load(weight.scales + factor + row).to(tl.float32)[:, None]
@@ -77,29 +84,6 @@ def few_tokens_kernel(
         out += tl.load(bias + number, mask=number < rows, other=0.0).to(tl.float32)[:, None]
     place = y + token.to(tl.int64)[None, :] * y_stride + number[:, None]
     tl.store(place, out.to(y.dtype.element_ty), mask=(token < tokens)[None, :] & (number < rows)[:, None])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(pointers: tl.tensor, inside: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    if EVEN:
-        values = tl.load(pointers)
-    else:
-        values = tl.load(pointers, mask=inside, other=0)
-    return values
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _zeros(zeros: tl.tensor, step: tl.tensor, row: tl.tensor, inside: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
-    """The zero points of each part, int32 [WARPS, ROWS, UNITS]."""
-    found: tl.tuple = ()
-    for part in tl.static_range(4):
-        if SHAPE.has_zeros:
-            group = group_of(step, part // SHAPE.group_parts, SHAPE)
-            zero = _load(zeros + group[:, None] * TILE_ROWS + row[None, :], inside, SHAPE.even).to(tl.int32)
-            found += (tl.broadcast_to(zero[:, :, None], (step.shape[0], row.shape[0], UNITS)),)
-        else:
-            found += (tl.full((step.shape[0], row.shape[0], UNITS), 8, tl.int32),)
-    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, group_of, prefetch_lines, unit_parts
+from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, part_zeros, prefetch_lines, step_factors, unit_parts
 
 _BLOCK = tl.constexpr(32 * 64)
 
@@ -87,14 +87,22 @@ def _product(
     inner = (row // TILE_ROWS) * weight.steps * _BLOCK + row % TILE_ROWS * UNITS
     units_at = weight.codes + tile * weight.steps * _BLOCK
     factor = (row // TILE_ROWS) * weight.groups * TILE_ROWS + row % TILE_ROWS
-    scales, zeros = weight.scales + tile * weight.groups * TILE_ROWS, weight.zeros + tile * weight.groups * TILE_ROWS
+    scale_rows = weight.scales + tile * weight.groups * TILE_ROWS + factor
+    zero_rows = weight.zeros + tile * weight.groups * TILE_ROWS + factor
+    scales = step_factors(scale_rows, begin, SHAPE.group_steps != 0, SHAPE)
+    zeros = step_factors(zero_rows, begin, SHAPE.has_zeros, SHAPE)
     x_places = unit[:, None] * x_step + token.to(tl.int64)[None, :] * x_stride
     total = tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
+    PARTS: tl.constexpr = SHAPE.parts
     for step in tl.range(begin, end, num_stages=STAGES):
+        # Asked for one step ahead: the pipeline copies codes and inputs only.
+        next_step = tl.minimum(step + 1, end - 1)
+        next_scales = step_factors(scale_rows, next_step, SHAPE.group_steps != 0, SHAPE)
+        next_zeros = step_factors(zero_rows, next_step, SHAPE.has_zeros, SHAPE)
         units = tl.load(units_at + step * _BLOCK + inner[:, None] + unit[None, :])
-        parts = unit_parts(units, _zeros(zeros, factor, step, SHAPE), x.dtype.element_ty, SHAPE)
+        parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
         sums = tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
-        for part in tl.static_range(SHAPE.parts):
+        for part in tl.static_range(PARTS):
             start = step * SHAPE.step + part * UNITS
             known = (token < tokens)[None, :]
             if not SHAPE.even:
@@ -102,27 +110,12 @@ def _product(
             numbers = tl.load(x + start * x_step + x_places, mask=known, other=0.0)
             sums = tl.dot(parts[part], numbers, sums, input_precision="ieee")
             if SHAPE.group_steps != 0 and (part + 1) % SHAPE.group_parts == 0:
-                group = group_of(step, part // SHAPE.group_parts, SHAPE)
-                scale = tl.load(scales + group * TILE_ROWS + factor)
-                total += sums * scale.to(tl.float32)[:, None]
+                total += sums * scales[part // SHAPE.group_parts].to(tl.float32)[:, None]
                 sums = tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
         if SHAPE.group_steps == 0:
             total += sums
+        scales, zeros = next_scales, next_zeros
     return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _zeros(zeros: tl.tensor, factor: tl.tensor, step: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
-    """The zero points of each part, int32 [ROWS, UNITS]."""
-    found: tl.tuple = ()
-    for part in tl.static_range(4):
-        if SHAPE.has_zeros:
-            group = group_of(step, part // SHAPE.group_parts, SHAPE)
-            zero = tl.load(zeros + group * TILE_ROWS + factor).to(tl.int32)
-            found += (tl.broadcast_to(zero[:, None], (factor.shape[0], UNITS)),)
-        else:
-            found += (tl.full((factor.shape[0], UNITS), 8, tl.int32),)
-    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -162,15 +162,36 @@ def _plain_parts(units: tl.tensor, zeros: tl.tuple, dtype: tl.constexpr, BITS: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def group_of(step: tl.tensor, GROUP: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """The group of a step's inputs; GROUP: which of those in the step."""
-    if SHAPE.group_steps > 0:
-        group = step // SHAPE.group_steps
-    elif SHAPE.group_steps < 0:
-        group = step * SHAPE.groups_per_step + GROUP
-    else:
-        group = step * 0
-    return group
+def step_factors(factors: tl.tensor, step: tl.tensor, USED: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """Scales or zero points of each group of a step; USED: whether there are any.
+
+    factors: pointers to those of group 0, one a row. step: of the shape of factors, or one for all.
+    """
+    found: tl.tuple = ()
+    GROUPS: tl.constexpr = SHAPE.groups_per_step
+    for group in tl.static_range(GROUPS):
+        if not USED:
+            found += (0,)
+        elif SHAPE.group_steps == 0:
+            found += (tl.load(factors),)
+        elif SHAPE.group_steps > 0:
+            found += (tl.load(factors + step // SHAPE.group_steps * TILE_ROWS),)
+        else:
+            found += (tl.load(factors + (step * GROUPS + group) * TILE_ROWS),)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def part_zeros(zeros: tl.tuple, units: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
+    """The zero point of each part, int32 of the shape of units; zeros: of each group, of all its dimensions but one."""
+    found: tl.tuple = ()
+    for part in tl.static_range(4):
+        if SHAPE.has_zeros:
+            zero = tl.expand_dims(zeros[part // SHAPE.group_parts].to(tl.int32), -1)
+            found += (tl.broadcast_to(zero, units.shape),)
+        else:
+            found += (tl.full(units.shape, 8, tl.int32),)
+    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]
