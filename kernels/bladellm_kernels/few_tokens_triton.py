@@ -62,7 +62,7 @@ def few_tokens_kernel(
         block = round if SHAPE.even else tl.minimum(round + warp, last)[:, None, None] - warp[:, None, None]
         units = tl.load(codes + block * _BLOCK + unit_places)
         parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
-        sums = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
+        sums = total if SHAPE.group_steps == 0 else tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
         for part in tl.static_range(PARTS):
             start = round * SHAPE.step + part * UNITS
             known = (token < tokens)[None, None, :]
@@ -74,7 +74,7 @@ def few_tokens_kernel(
                 total += sums * scales[part // SHAPE.group_parts].to(tl.float32)[:, :, None]
                 sums = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
         if SHAPE.group_steps == 0:
-            total += sums
+            total = sums
         scales, zeros = next_scales, next_zeros
     out = tl.sum(total, 0)
     if SHAPE.group_steps == 0:

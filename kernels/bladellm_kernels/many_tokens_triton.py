@@ -113,6 +113,7 @@ def _product(
                 total += sums * scales[part // SHAPE.group_parts].to(tl.float32)[:, None]
                 sums = tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
         if SHAPE.group_steps == 0:
+            # Products added to `total` itself would be waited for one by one.
             total += sums
         scales, zeros = next_scales, next_zeros
     return total

@@ -1,5 +1,7 @@
 """The linear layer of a `UnitWeight` on CUDA: the kernel and its schedule by the number of tokens."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -104,6 +106,7 @@ def _shape(weight: UnitWeight, warps: int, x: torch.Tensor) -> UnitShape:
     return UnitShape(weight.bits, weight.group_steps, weight.zeros is not None, even, plain=not x.is_cuda)
 
 
+@cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1

@@ -51,6 +51,14 @@ class UnitWeight:
         return self.codes.shape[1]
 
 
+def runs_on_units(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bits: int) -> bool:
+    """Whether `unit_linear` multiplies activations of `dtype` by such a weight: sm_90 on, 16 bits, groups that fit."""
+    if not codes.is_cuda or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    fits = unit_group_size(codes.shape[1], scales.shape[1], bits) is not None
+    return fits and torch.cuda.get_device_capability(codes.device) >= (9, 0)
+
+
 def unit_group_size(columns: int, groups: int, bits: int) -> int | None:
     """Inputs that share a scale in this layout, `columns` for one group, None where groups do not fit it."""
     size, step = columns // groups, STEP_UNITS * (16 // bits)

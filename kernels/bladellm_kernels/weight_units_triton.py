@@ -116,12 +116,12 @@ def unit_parts(units: tl.tensor, zeros: tl.tuple, dtype: tl.constexpr, SHAPE: tl
         parts = _plain_parts(units, zeros, dtype, SHAPE.bits)
     elif SHAPE.bits == 4 and dtype == tl.bfloat16:
         parts = tl.inline_asm_elementwise(
-            _NIBBLES_BF16, "=&r,=&r,=&r,=&r,r,r,r,r,r", (units,) + _offsets(zeros, 0x4300),
+            _NIBBLES_BF16, "=&r,=&r,=&r,=&r,r,r,r,r,r", _with_offsets(units, zeros, 0x4300),
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif SHAPE.bits == 4:
         parts = tl.inline_asm_elementwise(
-            _NIBBLES_FP16, "=&r,=&r,=&r,=&r,r,r,r,r,r", (units,) + _offsets(zeros, 0x6400),
+            _NIBBLES_FP16, "=&r,=&r,=&r,=&r,r,r,r,r,r", _with_offsets(units, zeros, 0x6400),
             (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     elif dtype == tl.bfloat16:
@@ -136,9 +136,10 @@ def unit_parts(units: tl.tensor, zeros: tl.tuple, dtype: tl.constexpr, SHAPE: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _offsets(zeros: tl.tuple, ONE: tl.constexpr) -> tl.tuple:
-    """Zero points in the low mantissa bits, like the codes."""
+def _with_offsets(units: tl.tensor, zeros: tl.tuple, ONE: tl.constexpr) -> tl.tuple:
+    """The units, and zero points in the low mantissa bits, like the codes."""
     return (
+        units,
         (zeros[0] | ONE).to(tl.int16),
         (zeros[1] | ONE).to(tl.int16),
         (zeros[2] | ONE).to(tl.int16),
