@@ -13,7 +13,7 @@ from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, part_zeros, p
 _BLOCK = tl.constexpr(32 * 64)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "splits"])  # type: ignore[untyped-decorator]
 def many_tokens_kernel(
     x: tl.tensor,
     weight: tl.tuple,
@@ -27,39 +27,40 @@ def many_tokens_kernel(
     tokens: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
+    splits: tl.tensor,
     SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (i, j) adds up range i % SPLITS of K for ROWS outputs from i // SPLITS · ROWS and TOKENS tokens from j ·
-    TOKENS. partial: float32 [TOKENS tiles, ROWS tiles, SPLITS, ROWS, TOKENS]; arrived: int32, zeros."""
+    """Program (i, j) adds up range i % splits of K for ROWS outputs from i // splits · ROWS and TOKENS tokens from j ·
+    TOKENS. partial: float32 [TOKENS tiles, ROWS tiles, splits, ROWS, TOKENS]; arrived: int32, zeros."""
     let_next_start(EARLY)
-    split = tl.program_id(0) % SPLITS
-    first = tl.program_id(0) // SPLITS * ROWS
-    share = (weight.steps + SPLITS - 1) // SPLITS
+    split = tl.program_id(0) % splits
+    first = tl.program_id(0) // splits * ROWS
+    share = (weight.steps + splits - 1) // splits
     begin, end = split * share, tl.minimum(split * share + share, weight.steps)
     if EARLY and PREFETCH > 0:
         _prefetch(weight, first, begin, end, ROWS, PREFETCH)
     wait_for_inputs(EARLY)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     total = _product(x, weight, first, begin, end, token, x_stride, x_step, tokens, columns, SHAPE, ROWS, STAGES)
-    if SPLITS == 1:
+    if not SPLIT:
         _finish(total, weight, bias, y, first, token, y_stride, tokens, rows, SHAPE, HAS_BIAS)
     else:
-        tile = tl.program_id(1) * (tl.num_programs(0) // SPLITS) + tl.program_id(0) // SPLITS
+        tile = tl.program_id(1) * (tl.num_programs(0) // splits) + tl.program_id(0) // splits
         place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        parts = partial + tile.to(tl.int64) * (SPLITS * ROWS * TOKENS)
+        parts = partial + tile.to(tl.int64) * (splits * ROWS * TOKENS)
         tl.store(parts + split * (ROWS * TOKENS) + place, total)
         # Every thread's share is stored before one of them says so.
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
             total = tl.load(parts + place, cache_modifier=".cg")
-            for other in tl.range(1, SPLITS):
+            for other in tl.range(1, splits):
                 total += tl.load(parts + other * (ROWS * TOKENS) + place, cache_modifier=".cg")
             _finish(total, weight, bias, y, first, token, y_stride, tokens, rows, SHAPE, HAS_BIAS)
             tl.store(arrived + tile, 0)

@@ -77,8 +77,8 @@ def _many_tokens(
     room = token_tiles * row_tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
     many_tokens_kernel[(row_tiles * splits, token_tiles)](
         x, _arguments(weight), y if bias is None else bias, y, x.new_empty(room, dtype=torch.float32), weight.arrived,
-        x.stride(0), x.stride(1), y.stride(0), len(x), weight.rows, weight.columns,
-        SHAPE=_shape(weight, 1, x), ROWS=schedule.rows, TOKENS=schedule.tokens, SPLITS=splits,
+        x.stride(0), x.stride(1), y.stride(0), len(x), weight.rows, weight.columns, splits,
+        SHAPE=_shape(weight, 1, x), ROWS=schedule.rows, TOKENS=schedule.tokens, SPLIT=splits > 1,
         STAGES=schedule.stages, PREFETCH=schedule.prefetch, HAS_BIAS=bias is not None,
         num_warps=schedule.warps, **early_launch(x.device),
     )  # fmt: skip
