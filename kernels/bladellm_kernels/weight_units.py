@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from bladellm_kernels.linear_checks import is_hopper
+
 TILE_ROWS = 64
 STEP_UNITS = 32
 _ROWS_MULTIPLE = 128
@@ -53,10 +55,8 @@ class UnitWeight:
 
 def runs_on_units(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bits: int) -> bool:
     """Whether `unit_linear` multiplies activations of `dtype` by such a weight: sm_90 on, 16 bits, groups that fit."""
-    if not codes.is_cuda or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
-        return False
     fits = unit_group_size(codes.shape[1], scales.shape[1], bits) is not None
-    return fits and torch.cuda.get_device_capability(codes.device) >= (9, 0)
+    return fits and dtype in (torch.bfloat16, torch.float16) and is_hopper(codes.device)
 
 
 def unit_group_size(columns: int, groups: int, bits: int) -> int | None:
