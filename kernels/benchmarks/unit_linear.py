@@ -7,7 +7,8 @@ Shapes are those of Llama-3-8B. Each figure is one layer's time in a replayed CU
 fit the L2 cache; TB/s counts codes and scales; `share` is that of a kernel that only reads (4.63 TB/s). Every schedule
 is checked against float32 first, its output poisoned. The last table is a whole step's linear layers in one graph, each
 shape with its best schedule and with the default one, and the head in bfloat16.
-few: rows, warps, stages, prefetch. many: rows, tokens, warps, stages, programs an SM, prefetch. dense: rows.
+few: rows, warps, stages, prefetch. many: rows, tokens, warps, stages, programs an SM, prefetch[, 1 to
+fold scales into codes]. dense: rows.
 """
 
 import argparse
@@ -34,9 +35,11 @@ CANDIDATES = {
     "many:128,16,4,4,4,128",
     16: "many:64,16,4,5,4,128 many:128,16,4,4,2,128 many:128,16,4,4,4,128 many:128,16,8,4,3,128",
     32: "many:64,32,4,4,4,128 many:128,32,4,4,2,128 many:128,32,4,4,3,128 many:128,32,8,4,2,128 many:128,32,8,4,2,0",
-    64: "many:64,64,4,3,3,128 many:128,64,4,3,2,128 many:128,64,8,4,1,128 many:128,64,8,4,2,128",
-    128: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,2,128 dense:16384",
-    256: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,2,128 dense:8192 dense:32768",
+    64: "many:64,64,4,3,3,128 many:128,64,4,3,2,128 many:128,64,8,4,1,128 many:128,64,8,4,2,128 "
+    "many:256,64,8,3,1,128,1",
+    128: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,64,8,3,1,128,1 dense:16384",
+    256: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,128,8,3,1,128,1 "
+    "many:128,256,8,3,1,128,1 dense:8192 dense:32768",
 }
 """Schedules by the largest number of tokens they are meant for."""
 

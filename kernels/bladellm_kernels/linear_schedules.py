@@ -19,9 +19,10 @@ class FewTokens:
 
 @dataclass(frozen=True, slots=True)
 class ManyTokens:
-    """`many_tokens_kernel`: tiles of `rows` outputs (64 or 128) and `tokens` tokens.
+    """`many_tokens_kernel`: tiles of `rows` outputs (64, 128 or 256) and `tokens` tokens.
 
-    programs_per_sm: K is split until there are about so many programs.
+    programs_per_sm: K is split until there are about so many programs. fold: scales are multiplied into the codes and
+    rounded to the activations' type: worth it where sums fill the registers.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class ManyTokens:
     stages: int
     programs_per_sm: int
     prefetch: int = 128
+    fold: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ def many_tokens_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
+    FOLD: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -48,7 +49,7 @@ def many_tokens_kernel(
         _prefetch(weight, first, begin, end, ROWS, PREFETCH)
     wait_for_inputs(EARLY)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    total = _product(x, weight, first, begin, end, token, x_stride, x_step, tokens, columns, SHAPE, ROWS, STAGES)
+    total = _product(x, weight, first, begin, end, token, x_stride, x_step, tokens, columns, SHAPE, ROWS, FOLD, STAGES)
     if not SPLIT:
         _finish(total, weight, bias, y, first, token, y_stride, tokens, rows, SHAPE, HAS_BIAS)
     else:
@@ -80,16 +81,19 @@ def _product(
     columns: tl.tensor,
     SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
+    FOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """Steps [begin, end) of rows from `first`, float32 [ROWS, TOKENS], scaled unless the weight has one group."""
+    """Steps [begin, end) of rows from `first`, float32 [ROWS, TOKENS], scaled unless the weight has one group.
+
+    FOLD: scales are multiplied into the codes, rounded to x's type, which leaves registers for more sums.
+    """
     row, unit = tl.arange(0, ROWS), tl.arange(0, UNITS)
-    tile = (first // TILE_ROWS).to(tl.int64)
-    inner = (row // TILE_ROWS) * weight.steps * _BLOCK + row % TILE_ROWS * UNITS
-    units_at = weight.codes + tile * weight.steps * _BLOCK
-    factor = (row // TILE_ROWS) * weight.groups * TILE_ROWS + row % TILE_ROWS
-    scale_rows = weight.scales + tile * weight.groups * TILE_ROWS + factor
-    zero_rows = weight.zeros + tile * weight.groups * TILE_ROWS + factor
+    # Tiles beyond the last one repeat it; their outputs are not stored.
+    tile = tl.minimum((first + row) // TILE_ROWS, weight.tiles - 1)
+    unit_rows = weight.codes + tile.to(tl.int64) * weight.steps * _BLOCK + row % TILE_ROWS * UNITS
+    factor = tile.to(tl.int64) * weight.groups * TILE_ROWS + row % TILE_ROWS
+    scale_rows, zero_rows = weight.scales + factor, weight.zeros + factor
     scales = step_factors(scale_rows, begin, SHAPE.group_steps != 0, SHAPE)
     zeros = step_factors(zero_rows, begin, SHAPE.has_zeros, SHAPE)
     x_places = unit[:, None] * x_step + token.to(tl.int64)[None, :] * x_stride
@@ -100,20 +104,25 @@ def _product(
         next_step = tl.minimum(step + 1, end - 1)
         next_scales = step_factors(scale_rows, next_step, SHAPE.group_steps != 0, SHAPE)
         next_zeros = step_factors(zero_rows, next_step, SHAPE.has_zeros, SHAPE)
-        units = tl.load(units_at + step * _BLOCK + inner[:, None] + unit[None, :])
+        units = tl.load(unit_rows[:, None] + step * _BLOCK + unit[None, :])
         parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
-        sums = tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
+        sums = total if FOLD else tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
         for part in tl.static_range(PARTS):
             start = step * SHAPE.step + part * UNITS
             known = (token < tokens)[None, :]
             if not SHAPE.even:
                 known &= (start + unit < columns)[:, None]
             numbers = tl.load(x + start * x_step + x_places, mask=known, other=0.0)
-            sums = tl.dot(parts[part], numbers, sums, input_precision="ieee")
-            if SHAPE.group_steps != 0 and (part + 1) % SHAPE.group_parts == 0:
+            left = parts[part]
+            if FOLD and SHAPE.group_steps != 0:
+                left *= scales[part // SHAPE.group_parts].to(left.dtype)[:, None]
+            sums = tl.dot(left, numbers, sums, input_precision="ieee")
+            if not FOLD and SHAPE.group_steps != 0 and (part + 1) % SHAPE.group_parts == 0:
                 total += sums * scales[part // SHAPE.group_parts].to(tl.float32)[:, None]
                 sums = tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
-        if SHAPE.group_steps == 0:
+        if FOLD:
+            total = sums
+        elif SHAPE.group_steps == 0:
             # Products added to `total` itself would be waited for one by one.
             total += sums
         scales, zeros = next_scales, next_zeros
@@ -152,5 +161,5 @@ def _prefetch(
     line = tl.arange(0, LINES)
     row = line % (ROWS // 2) * 2
     step = tl.minimum(begin + line // (ROWS // 2), end - 1)
-    tile = (first + row) // TILE_ROWS
+    tile = tl.minimum((first + row) // TILE_ROWS, weight.tiles - 1)
     prefetch_lines(weight.codes + (tile.to(tl.int64) * weight.steps + step) * _BLOCK + row % TILE_ROWS * UNITS)

@@ -78,7 +78,7 @@ def _many_tokens(
     many_tokens_kernel[(row_tiles * splits, token_tiles)](
         x, _arguments(weight), y if bias is None else bias, y, x.new_empty(room, dtype=torch.float32), weight.arrived,
         x.stride(0), x.stride(1), y.stride(0), len(x), weight.rows, weight.columns, splits,
-        SHAPE=_shape(weight, 1, x), ROWS=schedule.rows, TOKENS=schedule.tokens, SPLIT=splits > 1,
+        SHAPE=_shape(weight, 1, x), ROWS=schedule.rows, TOKENS=schedule.tokens, SPLIT=splits > 1, FOLD=schedule.fold,
         STAGES=schedule.stages, PREFETCH=schedule.prefetch, HAS_BIAS=bias is not None,
         num_warps=schedule.warps, **early_launch(x.device),
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _dense(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: to
 def _arguments(weight: UnitWeight) -> WeightArguments:
     # What is not there is not read.
     zeros = weight.codes if weight.zeros is None else weight.zeros
-    return WeightArguments(weight.codes, weight.scales, zeros, weight.steps, weight.scales.shape[1])
+    return WeightArguments(weight.codes, weight.scales, zeros, *weight.codes.shape[:2], weight.scales.shape[1])
 
 
 def _shape(weight: UnitWeight, warps: int, x: torch.Tensor) -> UnitShape:

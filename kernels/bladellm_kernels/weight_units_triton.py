@@ -19,11 +19,12 @@ _BLOCK = tl.constexpr(32 * 64)
 
 
 class WeightArguments(NamedTuple):
-    """A `UnitWeight`: pointers, steps of a row, groups of a row."""
+    """A `UnitWeight`: pointers, tiles of rows, steps of a row, groups of a row."""
 
     codes: Any
     scales: Any
     zeros: Any
+    tiles: Any
     steps: Any
     groups: Any
 

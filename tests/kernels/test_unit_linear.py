@@ -65,6 +65,7 @@ def every_kernel(device, bits, rows, columns, groups, zeros, dtype, tokens, with
     expected = reference_linear(x, codes, scales, points, MIDDLE[bits], bias)
     few = [FewTokens(16, 4, 2), FewTokens(32, 2, 3)] if tokens <= 8 else []
     many = [ManyTokens(64, 16, 4, 2, 8), ManyTokens(128, 8, 4, 3, 1), ManyTokens(128, 32, 4, 3, 2)]
+    many += [ManyTokens(256, 32, 8, 2, 2, fold=True)]
     for schedule in [*few, *many, Dense(64), None]:
         whole = torch.full((tokens + 1, rows + 5), torch.nan, dtype=dtype, device=device)
         y = unit_linear(x, weight, bias, out=whole[:tokens, :rows], schedule=schedule)
@@ -113,7 +114,7 @@ def test_split_sums_are_the_same_every_time():
     assert all(torch.equal(unit_linear(x, weight, schedule=schedule), first) for _ in range(50))
 
 
-TYPES = {"weight": ("*i16", "*fp16", "*u8", "i32", "i32"), "partial": "*fp32", "arrived": "*i32"}
+TYPES = {"weight": ("*i16", "*fp16", "*u8", "i32", "i32", "i32"), "partial": "*fp32", "arrived": "*i32"}
 
 
 def compiled_text(kernel, dtype, constants, warps) -> str:
