@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, part_zeros, step_factors, unit_parts
-
-_BLOCK = tl.constexpr(32 * 64)
+from bladellm_kernels.weight_units_triton import STEP_BLOCK, TILE_ROWS, UNITS, part_zeros, step_factors, unit_parts
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -25,7 +23,7 @@ def dequantize_units_kernel(
     tile = (first_tile + tl.program_id(0)).to(tl.int64)
     step = tl.program_id(1)
     row, unit = tl.arange(0, TILE_ROWS), tl.arange(0, UNITS)
-    units = tl.load(weight.codes + (tile * weight.steps + step) * _BLOCK + row[:, None] * UNITS + unit[None, :])
+    units = tl.load(weight.codes + (tile * weight.steps + step) * STEP_BLOCK + row[:, None] * UNITS + unit[None, :])
     factor = tile * weight.groups * TILE_ROWS + row
     zeros = step_factors(weight.zeros + factor, step, SHAPE.has_zeros, SHAPE)
     scales = step_factors(weight.scales + factor, step, True, SHAPE)

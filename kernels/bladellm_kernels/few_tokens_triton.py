@@ -8,9 +8,15 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, part_zeros, prefetch_lines, step_factors, unit_parts
-
-_BLOCK = tl.constexpr(32 * 64)
+from bladellm_kernels.weight_units_triton import (
+    STEP_BLOCK,
+    TILE_ROWS,
+    UNITS,
+    part_zeros,
+    prefetch_lines,
+    step_factors,
+    unit_parts,
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
@@ -38,13 +44,13 @@ def few_tokens_kernel(
     let_next_start(EARLY)
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
-    codes = weight.codes + tile * weight.steps * _BLOCK + first % TILE_ROWS * UNITS
+    codes = weight.codes + tile * weight.steps * STEP_BLOCK + first % TILE_ROWS * UNITS
     if EARLY and PREFETCH > 0:
         _prefetch(codes, weight.steps, ROWS, PREFETCH)
     wait_for_inputs(EARLY)
     factor = tile * weight.groups * TILE_ROWS + first % TILE_ROWS
     warp, row, unit, token = tl.arange(0, WARPS), tl.arange(0, ROWS), tl.arange(0, UNITS), tl.arange(0, TOKENS)
-    unit_places = warp[:, None, None] * _BLOCK + row[None, :, None] * UNITS + unit[None, None, :]
+    unit_places = warp[:, None, None] * STEP_BLOCK + row[None, :, None] * UNITS + unit[None, None, :]
     x_places = (warp[:, None, None] * SHAPE.step + unit[None, :, None]) * x_step + token[None, None, :] * x_stride
     scale_rows = weight.scales + factor + row[None, :]
     zero_rows = weight.zeros + factor + row[None, :]
@@ -60,7 +66,7 @@ def few_tokens_kernel(
         next_scales = step_factors(scale_rows, step, SHAPE.group_steps != 0, SHAPE)
         next_zeros = step_factors(zero_rows, step, SHAPE.has_zeros, SHAPE)
         block = round if SHAPE.even else tl.minimum(round + warp, last)[:, None, None] - warp[:, None, None]
-        units = tl.load(codes + block * _BLOCK + unit_places)
+        units = tl.load(codes + block * STEP_BLOCK + unit_places)
         parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
         sums = total if SHAPE.group_steps == 0 else tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
         for part in tl.static_range(PARTS):
@@ -91,4 +97,4 @@ def _prefetch(codes: tl.tensor, steps: tl.tensor, ROWS: tl.constexpr, LINES: tl.
     """The first LINES lines of 128 bytes that a program will read: weights wait for no kernel."""
     line = tl.arange(0, LINES)
     step = tl.minimum(line // (ROWS // 2), steps - 1)
-    prefetch_lines(codes + step * _BLOCK + line % (ROWS // 2) * 64)
+    prefetch_lines(codes + step * STEP_BLOCK + line % (ROWS // 2) * 64)

@@ -8,9 +8,15 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.weight_units_triton import TILE_ROWS, UNITS, part_zeros, prefetch_lines, step_factors, unit_parts
-
-_BLOCK = tl.constexpr(32 * 64)
+from bladellm_kernels.weight_units_triton import (
+    STEP_BLOCK,
+    TILE_ROWS,
+    UNITS,
+    part_zeros,
+    prefetch_lines,
+    step_factors,
+    unit_parts,
+)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])  # type: ignore[untyped-decorator]
@@ -91,7 +97,7 @@ def _product(
     row, unit = tl.arange(0, ROWS), tl.arange(0, UNITS)
     # Tiles beyond the last one repeat it; their outputs are not stored.
     tile = tl.minimum((first + row) // TILE_ROWS, weight.tiles - 1)
-    unit_rows = weight.codes + tile.to(tl.int64) * weight.steps * _BLOCK + row % TILE_ROWS * UNITS
+    unit_rows = weight.codes + tile.to(tl.int64) * weight.steps * STEP_BLOCK + row % TILE_ROWS * UNITS
     factor = tile.to(tl.int64) * weight.groups * TILE_ROWS + row % TILE_ROWS
     scale_rows, zero_rows = weight.scales + factor, weight.zeros + factor
     scales = step_factors(scale_rows, begin, SHAPE.group_steps != 0, SHAPE)
@@ -104,7 +110,7 @@ def _product(
         next_step = tl.minimum(step + 1, end - 1)
         next_scales = step_factors(scale_rows, next_step, SHAPE.group_steps != 0, SHAPE)
         next_zeros = step_factors(zero_rows, next_step, SHAPE.has_zeros, SHAPE)
-        units = tl.load(unit_rows[:, None] + step * _BLOCK + unit[None, :])
+        units = tl.load(unit_rows[:, None] + step * STEP_BLOCK + unit[None, :])
         parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
         sums = total if FOLD else tl.full((ROWS, token.shape[0]), 0.0, tl.float32)
         for part in tl.static_range(PARTS):
@@ -162,4 +168,4 @@ def _prefetch(
     row = line % (ROWS // 2) * 2
     step = tl.minimum(begin + line // (ROWS // 2), end - 1)
     tile = tl.minimum((first + row) // TILE_ROWS, weight.tiles - 1)
-    prefetch_lines(weight.codes + (tile.to(tl.int64) * weight.steps + step) * _BLOCK + row % TILE_ROWS * UNITS)
+    prefetch_lines(weight.codes + (tile.to(tl.int64) * weight.steps + step) * STEP_BLOCK + row % TILE_ROWS * UNITS)

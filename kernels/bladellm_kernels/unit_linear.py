@@ -98,7 +98,8 @@ def _dense(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: to
 def _arguments(weight: UnitWeight) -> WeightArguments:
     # What is not there is not read.
     zeros = weight.codes if weight.zeros is None else weight.zeros
-    return WeightArguments(weight.codes, weight.scales, zeros, *weight.codes.shape[:2], weight.scales.shape[1])
+    tiles, steps = weight.codes.shape[:2]
+    return WeightArguments(weight.codes, weight.scales, zeros, tiles, steps, weight.scales.shape[1])
 
 
 def _shape(weight: UnitWeight, warps: int, x: torch.Tensor) -> UnitShape:

@@ -14,7 +14,7 @@ import triton.language as tl
 UNITS = tl.constexpr(32)
 """Of a row in a step."""
 TILE_ROWS = tl.constexpr(64)
-_BLOCK = tl.constexpr(32 * 64)
+STEP_BLOCK = tl.constexpr(32 * 64)
 """Units of one step of one tile."""
 
 
