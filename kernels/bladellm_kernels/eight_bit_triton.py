@@ -127,16 +127,37 @@ def code_product_kernel(
             total = tl.load(parts + place, cache_modifier=".cg")
             for other in tl.range(1, splits):
                 total += tl.load(parts + other * (ROWS * TOKENS) + place, cache_modifier=".cg")
-        known, inside = token < tokens, row < rows
-        values = total.to(tl.float32) * tl.load(scales + row, mask=inside, other=0.0)[:, None]
-        if HAS_SHIFTS:
-            shift = tl.load(shifts + row, mask=inside, other=0.0)
-            values += shift[:, None] * tl.load(sums + token, mask=known, other=0.0)[None, :]
-        values *= tl.load(steps + token, mask=known, other=0.0)[None, :]
-        if HAS_BIAS:
-            values += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-        target = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
-        tl.store(target, values.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
+        _finish(total, steps, sums, scales, shifts, bias, y, row, token, y_stride, tokens, rows, HAS_SHIFTS, HAS_BIAS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(
+    total: tl.tensor,
+    steps: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    shifts: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    row: tl.tensor,
+    token: tl.tensor,
+    y_stride: tl.tensor,
+    tokens: tl.tensor,
+    rows: tl.tensor,
+    HAS_SHIFTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Scale the sums of codes and store them."""
+    known, inside = token < tokens, row < rows
+    values = total.to(tl.float32) * tl.load(scales + row, mask=inside, other=0.0)[:, None]
+    if HAS_SHIFTS:
+        shift = tl.load(shifts + row, mask=inside, other=0.0)
+        values += shift[:, None] * tl.load(sums + token, mask=known, other=0.0)[None, :]
+    values *= tl.load(steps + token, mask=known, other=0.0)[None, :]
+    if HAS_BIAS:
+        values += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    target = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
+    tl.store(target, values.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]

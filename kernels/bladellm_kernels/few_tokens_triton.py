@@ -49,7 +49,40 @@ def few_tokens_kernel(
         _prefetch(codes, weight.steps, ROWS, PREFETCH)
     wait_for_inputs(EARLY)
     factor = tile * weight.groups * TILE_ROWS + first % TILE_ROWS
-    warp, row, unit, token = tl.arange(0, WARPS), tl.arange(0, ROWS), tl.arange(0, UNITS), tl.arange(0, TOKENS)
+    token = tl.arange(0, TOKENS)
+    total = _product(x, weight, codes, factor, token, x_stride, x_step, tokens, columns, SHAPE, ROWS, WARPS, STAGES)
+    row = tl.arange(0, ROWS)
+    out = tl.sum(total, 0)
+    if SHAPE.group_steps == 0:
+        out *= tl.load(weight.scales + factor + row).to(tl.float32)[:, None]
+    number = first + row
+    if HAS_BIAS:
+        out += tl.load(bias + number, mask=number < rows, other=0.0).to(tl.float32)[:, None]
+    place = y + token.to(tl.int64)[None, :] * y_stride + number[:, None]
+    tl.store(place, out.to(y.dtype.element_ty), mask=(token < tokens)[None, :] & (number < rows)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(
+    x: tl.tensor,
+    weight: tl.tuple,
+    codes: tl.tensor,
+    factor: tl.tensor,
+    token: tl.tensor,
+    x_stride: tl.tensor,
+    x_step: tl.tensor,
+    tokens: tl.tensor,
+    columns: tl.tensor,
+    SHAPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:
+    """The sums of each warp, float32 [WARPS, ROWS, TOKENS], scaled unless the weight has one group.
+
+    codes: pointer to the program's first row; factor: where its scales and zero points begin.
+    """
+    warp, row, unit = tl.arange(0, WARPS), tl.arange(0, ROWS), tl.arange(0, UNITS)
     unit_places = warp[:, None, None] * STEP_BLOCK + row[None, :, None] * UNITS + unit[None, None, :]
     x_places = (warp[:, None, None] * SHAPE.step + unit[None, :, None]) * x_step + token[None, None, :] * x_stride
     scale_rows = weight.scales + factor + row[None, :]
@@ -58,7 +91,7 @@ def few_tokens_kernel(
     step = tl.minimum(warp[:, None], last)
     scales = step_factors(scale_rows, step, SHAPE.group_steps != 0, SHAPE)
     zeros = step_factors(zero_rows, step, SHAPE.has_zeros, SHAPE)
-    total = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
+    total = tl.full((WARPS, ROWS, token.shape[0]), 0.0, tl.float32)
     PARTS: tl.constexpr = SHAPE.parts
     for round in tl.range(0, weight.steps, WARPS, num_stages=STAGES):
         # Asked for one round ahead: the pipeline copies codes and inputs only.
@@ -68,7 +101,7 @@ def few_tokens_kernel(
         block = round if SHAPE.even else tl.minimum(round + warp, last)[:, None, None] - warp[:, None, None]
         units = tl.load(codes + block * STEP_BLOCK + unit_places)
         parts = unit_parts(units, part_zeros(zeros, units, SHAPE), x.dtype.element_ty, SHAPE)
-        sums = total if SHAPE.group_steps == 0 else tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
+        sums = total if SHAPE.group_steps == 0 else tl.full((WARPS, ROWS, token.shape[0]), 0.0, tl.float32)
         for part in tl.static_range(PARTS):
             start = round * SHAPE.step + part * UNITS
             known = (token < tokens)[None, None, :]
@@ -78,18 +111,11 @@ def few_tokens_kernel(
             sums = tl.dot(parts[part], numbers, sums, input_precision="ieee")
             if SHAPE.group_steps != 0 and (part + 1) % SHAPE.group_parts == 0:
                 total += sums * scales[part // SHAPE.group_parts].to(tl.float32)[:, :, None]
-                sums = tl.full((WARPS, ROWS, TOKENS), 0.0, tl.float32)
+                sums = tl.full((WARPS, ROWS, token.shape[0]), 0.0, tl.float32)
         if SHAPE.group_steps == 0:
             total = sums
         scales, zeros = next_scales, next_zeros
-    out = tl.sum(total, 0)
-    if SHAPE.group_steps == 0:
-        out *= tl.load(weight.scales + factor + row).to(tl.float32)[:, None]
-    number = first + row
-    if HAS_BIAS:
-        out += tl.load(bias + number, mask=number < rows, other=0.0).to(tl.float32)[:, None]
-    place = y + token.to(tl.int64)[None, :] * y_stride + number[:, None]
-    tl.store(place, out.to(y.dtype.element_ty), mask=(token < tokens)[None, :] & (number < rows)[:, None])
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
