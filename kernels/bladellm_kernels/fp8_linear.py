@@ -11,13 +11,16 @@ import torch.nn.functional as F
 
 from bladellm_kernels.block_linear import BlockWeight, block_linear, block_weight, weight_blocks
 from bladellm_kernels.fixed_point import row_scales
-from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale
+from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale, is_hopper
 from bladellm_kernels.linear_reference import reference_linear
 
 Activations = Literal["none", "dynamic", "static"]
 
 LARGEST = 448.0
 """Largest float8_e4m3fn."""
+
+_FEW_TOKENS = 128
+"""Most tokens multiplied by a Triton kernel; for more of them `torch._scaled_mm` is there."""
 
 _SCALED_MULTIPLE = 16
 """What N and K must be multiples of for `torch._scaled_mm`."""
@@ -69,9 +72,12 @@ def fp8_linear(
     check_input_scale(input_scale)
     if (activations == "static") != (input_scale is not None):
         raise ValueError(f"input_scale must be given with static activations and only then, got {input_scale}")
-    # A CUDA kernel plugs in here.
     if activations == "none":
         return _cpu_linear(x, packed, bias) if x.is_cpu else block_linear(x, packed.weight, bias)
+    if len(x) <= _FEW_TOKENS and is_hopper(x.device):
+        from bladellm_kernels.eight_bit_linear import eight_bit_linear
+
+        return eight_bit_linear(x, packed.weight.codes, packed.weight.scales.view(-1), None, bias, input_scale)
     codes, steps = _round_input(x, input_scale)
     if _has_scaled_mm(x, packed):
         return _scaled_mm(codes, steps, packed, bias)

@@ -1,4 +1,6 @@
-"""The checks every operator of a quantized linear layer makes of its arguments."""
+"""The checks every operator of a quantized linear layer makes of its arguments and its device."""
+
+from functools import cache
 
 import torch
 
@@ -51,3 +53,11 @@ def check_input_scale(input_scale: float | None) -> None:
     """The static scale of an input, where there is one, must be positive and finite."""
     if input_scale is not None and not 0.0 < input_scale < float("inf"):
         raise ValueError(f"input_scale must be positive and finite, got {input_scale}")
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is an Nvidia GPU of sm_90 or later, which the Triton kernels of linear layers need."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -3,7 +3,7 @@
 On a CPU few rows go through PyTorch's packed int4 kernel, which computes in bfloat16 with float32 sums, also for
 float32 activations: a relative error near 2^-9, a small part of what rounding a weight to 4 bits does. Many rows, and
 layouts the kernel does not know, are multiplied with the dequantized weight, a block at a time, in the activations' own
-type.
+type. On CUDA 16-bit activations are multiplied by the codes themselves, see `unit_linear.py`.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from bladellm_kernels.block_linear import BlockWeight, block_linear, block_weigh
 from bladellm_kernels.int4_matmul import PackedInt4, int4_matmul, kernel_group_size, pack_int4, tile_linear
 from bladellm_kernels.linear_checks import check_codes, check_input
 from bladellm_kernels.linear_reference import reference_linear
+from bladellm_kernels.weight_units import UnitWeight, pack_units, runs_on_units
 
 _BITS, _MIDDLE = 4, 8.0
 
@@ -27,7 +28,7 @@ class PackedW4A16:
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    weight: PackedInt4 | BlockWeight
+    weight: PackedInt4 | UnitWeight | BlockWeight
 
 
 def pack_w4a16(
@@ -40,6 +41,8 @@ def pack_w4a16(
     """
     check_codes(codes, scales, zeros, dtype, torch.uint8, 2**_BITS)
     rows, columns = codes.shape
+    if runs_on_units(codes, scales, dtype, _BITS):
+        return PackedW4A16((rows, columns), dtype, pack_units(codes, scales, zeros, _BITS))
     size = kernel_group_size(codes, scales.shape[1])
     if size is None:
         return PackedW4A16((rows, columns), dtype, block_weight(codes, scales, zeros, _BITS, _MIDDLE))
@@ -57,7 +60,11 @@ def w4a16_linear(x: torch.Tensor, packed: PackedW4A16, bias: torch.Tensor | None
     check_input(x, bias, *packed.shape, packed.dtype)
     weight = packed.weight
     if isinstance(weight, BlockWeight):
-        return block_linear(x, weight, bias)  # A CUDA kernel plugs in here.
+        return block_linear(x, weight, bias)
+    if isinstance(weight, UnitWeight):
+        from bladellm_kernels.unit_linear import unit_linear
+
+        return unit_linear(x, weight, bias)
     if len(x) <= KERNEL_ROWS:
         y = int4_matmul(x.to(torch.bfloat16), weight)
     else:

@@ -4,7 +4,8 @@ On a CPU a weight with one scale an output channel is multiplied in integers: ac
 two 8-bit digits (three for float32), which keep 15 (23) bits of each row's largest value: no precision is lost to
 the weight's side, and a row does not depend on its neighbours. With several scales an output channel the two halves of
 a code are two 4-bit codes, and the weight is a 4-bit one with twice the inputs. All other layouts are dequantized a
-block at a time.
+block at a time. On CUDA 16-bit activations are multiplied by the codes themselves where no zero point is stored, see
+`unit_linear.py`.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from bladellm_kernels.int4_matmul import PackedInt4, int4_matmul, kernel_group_s
 from bladellm_kernels.int8_matmul import PackedInt8, pack_int8
 from bladellm_kernels.linear_checks import check_codes, check_input
 from bladellm_kernels.linear_reference import reference_linear
+from bladellm_kernels.weight_units import UnitWeight, pack_units, runs_on_units
 
 _BITS, _MIDDLE = 8, 128.0
 _HALF_MIDDLE = 8.0
@@ -43,7 +45,7 @@ class PackedW8A16:
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    weight: PackedInt8 | PackedInt4 | BlockWeight
+    weight: PackedInt8 | PackedInt4 | UnitWeight | BlockWeight
     plain: PlainInt8 | None = None
 
 
@@ -59,6 +61,8 @@ def pack_w8a16(
     rows, columns = codes.shape
     if codes.is_cpu and scales.shape[1] == 1:
         return PackedW8A16((rows, columns), dtype, pack_int8(codes, scales, zeros), _plain(codes, scales, zeros, dtype))
+    if zeros is None and runs_on_units(codes, scales, dtype, _BITS):
+        return PackedW8A16((rows, columns), dtype, pack_units(codes, scales, None, _BITS))
     size = kernel_group_size(codes, scales.shape[1])
     if size is None:
         return PackedW8A16((rows, columns), dtype, block_weight(codes, scales, zeros, _BITS, _MIDDLE))
@@ -74,7 +78,11 @@ def w8a16_linear(x: torch.Tensor, packed: PackedW8A16, bias: torch.Tensor | None
     check_input(x, bias, *packed.shape, packed.dtype)
     weight = packed.weight
     if isinstance(weight, BlockWeight):
-        return block_linear(x, weight, bias)  # A CUDA kernel plugs in here.
+        return block_linear(x, weight, bias)
+    if isinstance(weight, UnitWeight):
+        from bladellm_kernels.unit_linear import unit_linear
+
+        return unit_linear(x, weight, bias)
     if packed.plain is not None and 0 < len(x) <= _PLAIN_ROWS:
         y = torch._weight_int8pack_mm(x.contiguous(), packed.plain.codes, packed.plain.scales)
         return y if bias is None else y + bias

@@ -10,7 +10,7 @@ import torch
 
 from bladellm_kernels.fixed_point import fixed_point_linear, static_linear
 from bladellm_kernels.int8_matmul import PackedInt8, pack_int8
-from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale
+from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale, is_hopper
 from bladellm_kernels.linear_reference import reference_linear
 
 _MIDDLE = 128.0
@@ -48,7 +48,11 @@ def w8a8_linear(
     """
     check_input(x, bias, *packed.shape, packed.dtype)
     check_input_scale(input_scale)
-    # A CUDA kernel plugs in here: rounding, product and scaling in one pass.
+    weight = packed.weight
+    if is_hopper(x.device):
+        from bladellm_kernels.eight_bit_linear import eight_bit_linear
+
+        return eight_bit_linear(x, weight.weight, weight.scales, weight.shifts, bias, input_scale)
     if input_scale is None:
         return fixed_point_linear(x, packed.weight, bias, digits=1)
     return static_linear(x, packed.weight, bias, input_scale)

@@ -1,0 +1,114 @@
+"""The linear layer of a `UnitWeight` on CUDA: the kernel and its schedule by the number of tokens."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
+from bladellm_kernels.early_launch import early_launch
+from bladellm_kernels.few_tokens_triton import few_tokens_kernel
+from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens, Schedule, unit_schedule, split_count
+from bladellm_kernels.many_tokens_triton import many_tokens_kernel
+from bladellm_kernels.row_blocks import block_slices
+from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
+from bladellm_kernels.weight_units_triton import UnitShape, WeightArguments
+
+
+def unit_linear(
+    x: torch.Tensor,
+    weight: UnitWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    schedule: Schedule | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, products of exact codes summed in float32; `Dense` rounds the weight to x's type.
+
+    x: bfloat16 or float16 [T, columns], any strides. bias: [rows] of x's type. out: [T, rows] of x's type, rows
+    contiguous. Returns out, or a new tensor.
+    """
+    y = x.new_empty(len(x), weight.rows) if out is None else out
+    if y.shape != (len(x), weight.rows) or y.dtype != x.dtype or y.stride(1) != 1:
+        raise ValueError(f"out must be {x.dtype} [{len(x)}, {weight.rows}], rows contiguous, got {y.dtype} {y.shape}")
+    if not len(x):
+        return y
+    chosen = schedule or unit_schedule(len(x), weight.rows)
+    if isinstance(chosen, FewTokens):
+        _few_tokens(x, weight, bias, y, chosen)
+    elif isinstance(chosen, ManyTokens):
+        _many_tokens(x, weight, bias, y, chosen)
+    else:
+        _dense(x, weight, bias, y, chosen)
+    return y
+
+
+def dequantize_units(weight: UnitWeight, out: torch.Tensor, first_row: int = 0) -> None:
+    """Write rows of the weight from `first_row`, a multiple of 64, into out, [R, columns] of a floating point type,
+    contiguous."""
+    grid = (triton.cdiv(len(out), TILE_ROWS), weight.steps)
+    shape = _shape(weight, 1, out)
+    dequantize_units_kernel[grid](
+        _arguments(weight), out, first_row // TILE_ROWS, len(out), weight.columns, SHAPE=shape, num_warps=4,
+        **early_launch(out.device),
+    )  # fmt: skip
+
+
+def _few_tokens(
+    x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: FewTokens
+) -> None:
+    few_tokens_kernel[(triton.cdiv(weight.rows, schedule.rows),)](
+        x, _arguments(weight), y if bias is None else bias, y, x.stride(0), x.stride(1), y.stride(0),
+        len(x), weight.rows, weight.columns,
+        SHAPE=_shape(weight, schedule.warps, x), ROWS=schedule.rows, TOKENS=schedule.tokens, WARPS=schedule.warps,
+        STAGES=schedule.stages, PREFETCH=schedule.prefetch, HAS_BIAS=bias is not None,
+        num_warps=schedule.warps, **early_launch(x.device),
+    )  # fmt: skip
+
+
+def _many_tokens(
+    x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: ManyTokens
+) -> None:
+    row_tiles, token_tiles = triton.cdiv(weight.rows, schedule.rows), triton.cdiv(len(x), schedule.tokens)
+    splits = 1
+    if token_tiles <= TOKEN_TILES:
+        splits = split_count(schedule, row_tiles * token_tiles, weight.steps, _processors(x.device))
+    room = token_tiles * row_tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
+    many_tokens_kernel[(row_tiles * splits, token_tiles)](
+        x, _arguments(weight), y if bias is None else bias, y, x.new_empty(room, dtype=torch.float32), weight.arrived,
+        x.stride(0), x.stride(1), y.stride(0), len(x), weight.rows, weight.columns, splits,
+        SHAPE=_shape(weight, 1, x), ROWS=schedule.rows, TOKENS=schedule.tokens, SPLIT=splits > 1, FOLD=schedule.fold,
+        STAGES=schedule.stages, PREFETCH=schedule.prefetch, HAS_BIAS=bias is not None,
+        num_warps=schedule.warps, **early_launch(x.device),
+    )  # fmt: skip
+
+
+def _dense(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: Dense) -> None:
+    workspace = x.new_empty(min(weight.rows, schedule.rows), weight.columns)
+    for part in block_slices(weight.rows, 1, schedule.rows):
+        values = workspace[: part.stop - part.start]
+        dequantize_units(weight, values, part.start)
+        if len(values) == weight.rows and bias is None:
+            torch.mm(x, values.t(), out=y)
+        else:
+            y[:, part] = F.linear(x, values, None if bias is None else bias[part])
+
+
+def _arguments(weight: UnitWeight) -> WeightArguments:
+    # What is not there is not read.
+    zeros = weight.codes if weight.zeros is None else weight.zeros
+    tiles, steps = weight.codes.shape[:2]
+    return WeightArguments(weight.codes, weight.scales, zeros, tiles, steps, weight.scales.shape[1])
+
+
+def _shape(weight: UnitWeight, warps: int, x: torch.Tensor) -> UnitShape:
+    even = weight.columns % weight.step == 0 and weight.steps % warps == 0
+    return UnitShape(weight.bits, weight.group_steps, weight.zeros is not None, even, plain=not x.is_cuda)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,75 @@
+"""How the kernels of `unit_linear` are launched: a table by the number of tokens.
+
+The best of those that `kernels/benchmarks/unit_linear.py` timed on an H200 with layers of the Llama-3.1-8B shape, 4 bits
+in groups of 128.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FewTokens:
+    """`few_tokens_kernel`: programs of `rows` outputs (16, 32 or 64), their `warps` along K, for up to `tokens`.
+
+    prefetch: lines of 128 bytes of the weight each program asks for before it waits for its inputs, a power of two.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    prefetch: int = 256
+    tokens: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTokens:
+    """`many_tokens_kernel`: tiles of `rows` outputs (64, 128 or 256) and `tokens` tokens.
+
+    programs_per_sm: K is split until there are about so many programs. fold: scales are multiplied into the codes and
+    rounded to the activations' type: worth it where sums fill the registers.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    prefetch: int = 128
+    fold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """The weight dequantized to the activations' type, up to `rows` outputs at a time, and multiplied by cuBLAS."""
+
+    rows: int = 1 << 14
+
+
+Schedule = FewTokens | ManyTokens | Dense
+
+MIN_STEPS = 4
+"""Fewest steps of K worth a program of its own."""
+
+NARROW_ROWS = 8192
+"""Up to so many outputs, small tiles are what fills the GPU."""
+
+
+def unit_schedule(tokens: int, rows: int) -> Schedule:
+    """The schedule for x of `tokens` rows and a weight of `rows` outputs."""
+    if tokens <= 16:
+        return ManyTokens(rows=128, tokens=16, warps=4, stages=4, programs_per_sm=4)
+    if tokens <= 32:
+        return ManyTokens(rows=128, tokens=32, warps=8, stages=4, programs_per_sm=2)
+    if tokens <= 128 or (tokens <= 256 and rows <= NARROW_ROWS):
+        return ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
+    if tokens <= 256:
+        return ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
+    return Dense()
+
+
+def split_count(schedule: ManyTokens, tiles: int, steps: int, processors: int) -> int:
+    """Programs that share the K of one of `tiles` tiles: as many as fit at once, of at least `MIN_STEPS` steps."""
+    fitting = processors * schedule.programs_per_sm // tiles
+    splits = max(1, min(fitting, steps // MIN_STEPS))
+    # Every program has steps: shares are rounded up.
+    return -(-steps // -(-steps // splits))
