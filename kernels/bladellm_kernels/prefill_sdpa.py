@@ -10,16 +10,17 @@ Where memory is neither quantized nor paged, keys and values are read in place; 
 piece into a bounded buffer. The states are merged by their log-sum-exp.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.merge_attention import merge_attention
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS, Heads
-from bladellm_kernels.prefill_merge import State, merge_states
 from bladellm_kernels.prefill_plan import LENGTH_STEP, LONGEST_LEAD, LONGEST_PIECE, plan_chunk
 from bladellm_kernels.prefill_tiles import Span
 
@@ -27,6 +28,17 @@ from bladellm_kernels.prefill_tiles import Span
 MERGED_AT_ONCE = 8
 # Rows behind the queries of `empty_queries`: what pads the last chunk of a step of up to 16384 tokens.
 ROWS_BEHIND = 1024
+
+
+class State(NamedTuple):
+    """Attention over some keys: out [n, Hq, D], and lse [n, Hq], float32, the natural logarithm of Σ exp(score)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, first: int, end: int) -> "State":
+        return State(self.out[first:end], self.lse[first:end])
+
 
 Sdpa = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], State]
 
@@ -62,7 +74,8 @@ def attend_chunk(
     join()
     target = None if out is None else out[span.first : span.first + span.query_len]
     if states:
-        return merge_states([*states, square], target).out
+        states.append(square)
+        return merge_attention([each.out for each in states], [each.lse for each in states], target)
     return square.out if target is None else target.copy_(square.out)
 
 
@@ -74,11 +87,16 @@ def _prefix_states(
     first = 0
     for piece in pieces:
         if len(states) == MERGED_AT_ONCE - 1:
-            states = [merge_states(states)]
+            states = [_merged(states)]
         k, v = _stored(kv, span, first, first + piece, piece, queries.dtype)
         states.append(sdpa(queries, k, v, False, scale).rows(0, span.query_len))
         first += piece
     return states
+
+
+def _merged(states: Sequence[State]) -> State:
+    lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=states[0].lse.device)
+    return State(merge_attention([each.out for each in states], [each.lse for each in states], None, lse), lse)
 
 
 @contextmanager
