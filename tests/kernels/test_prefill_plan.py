@@ -1,7 +1,6 @@
 """How prefill chunks are cut into calls, what that is reckoned to cost, and which way each chunk goes."""
 
 import time
-from itertools import product
 
 import pytest
 from bladellm_kernels.prefill_costs import (
@@ -15,7 +14,6 @@ from bladellm_kernels.prefill_costs import (
 )
 from bladellm_kernels.prefill_plan import padded_length, plan_chunk, plan_cost
 from bladellm_kernels.prefill_routes import choose_routes, cudnn_cost
-from bladellm_kernels.prefill_sdpa import warm_up_chunks
 from bladellm_kernels.prefill_tiles import Span
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,11 +156,3 @@ def test_many_chunks_are_routed_at_once():
     begin = time.perf_counter()
     choose_routes(spans, INT8, True, False)
     assert time.perf_counter() - begin < 0.5
-
-
-def test_plans_to_make_at_start_are_those_of_full_chunks():
-    chosen = list(warm_up_chunks(2048, 20000))
-    assert [length for length, start in chosen if not start] == list(range(128, 2049, 128))
-    assert [start for length, start in chosen if start] == list(range(2048, 17953, 2048))
-    assert all(length == 2048 for length, start in chosen if start)
-    assert len(list(product(warm_up_chunks(16384, 0)))) == 64

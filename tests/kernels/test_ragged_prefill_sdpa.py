@@ -11,7 +11,7 @@ from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention import merge_attention
-from bladellm_kernels.prefill_sdpa import State, attend_chunk, cudnn_attention, empty_queries, warm_up
+from bladellm_kernels.prefill_sdpa import State, attend_chunk, cudnn_attention, empty_queries
 from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, ragged_prefill_attention_reference
 
@@ -56,9 +56,9 @@ def small(monkeypatch):
     monkeypatch.setattr(prefill_sdpa, "LENGTH_STEP", 8)
     monkeypatch.setattr(prefill_sdpa, "LONGEST_LEAD", 24)
     monkeypatch.setattr(prefill_sdpa, "MERGED_AT_ONCE", 3)
-    prefill_plan._plans.cache_clear()
+    prefill_plan.plan_chunk.cache_clear()
     yield
-    prefill_plan._plans.cache_clear()
+    prefill_plan.plan_chunk.cache_clear()
 
 
 SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 64)]
@@ -94,7 +94,7 @@ def test_keys_are_read_in_place_and_queries_with_their_neighbours(start, length,
     case, kv, [span] = prefill_case("no_quant", torch.float32, (4, 2, 16), [(start, length)], mapped=True)
     q = empty_queries((length, 4, 16), torch.float32, "cpu") if margin else torch.empty(length, 4, 16)
     if margin:
-        torch.as_strided(q, (24 + length + 1024, 4, 16), q.stride(), 0).fill_(torch.nan)
+        torch.as_strided(q, (24 + length + prefill_sdpa.ROWS_BEHIND, 4, 16), q.stride(), 0).fill_(torch.nan)
     q.copy_(case[2:])
     span = span._replace(first=0)
     kept, library = kv.payload.clone(), StandIn()
@@ -209,18 +209,6 @@ def test_the_library_gives_attention_and_its_natural_logarithm(marked, causal):
     expected = attention(q.float(), memory[:, 0], memory[:, 1], causal, 0.1)
     assert_close(actual.out, expected.out, torch.bfloat16)
     torch.testing.assert_close(actual.lse, expected.lse, atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
-def test_warming_up_runs_nothing(marked):
-    q, kv, [span] = prefill_case("no_quant", torch.bfloat16, (8, 2, 128), [(2048, 1024)], "cuda", mapped=True)
-    kept = kv.payload.clone()
-    warm_up(q, kv, [(1024, 0), (1000, 2000)], 0.1)
-    assert torch.equal(kv.payload.nan_to_num(), kept.nan_to_num())
-    rows = slice(span.first, span.first + span.query_len)
-    stored = kv.payload[span.base_row : span.base_row + 3072].float()
-    expected = attention(q[rows].float(), stored[:, 0], stored[:, 1], True, 0.1, 2048).out
-    assert_close(ragged_prefill_attention(q, kv, [span], 0.1)[rows], expected, torch.bfloat16)
 
 
 def interpreted() -> None:
