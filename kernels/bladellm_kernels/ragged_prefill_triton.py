@@ -17,6 +17,7 @@ from bladellm_kernels import prefill_hopper
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.prefill_merge_tiles import merge_tiles_kernel
 from bladellm_kernels.prefill_tiles import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -281,46 +282,6 @@ def _store_tile(
         tl.store(partial_lse + line, peak + tl.log2(total))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def merge_parts_kernel(
-    out: tl.tensor,
-    merges: tl.tensor,
-    partial: tl.tensor,
-    partial_lse: tl.tensor,
-    FIELDS: tl.constexpr,
-    SHAPE: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Put the parts of a tile together, a program a merge and KV head; merges: int64 [M, FIELDS], see `list_tiles`."""
-    ROWS: tl.constexpr = SHAPE.rows
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    let_next_start(EARLY)
-    wait_for_inputs(EARLY)
-    head = tl.program_id(0) % SHAPE.kv_heads
-    item = merges + (tl.program_id(0) // SHAPE.kv_heads) * FIELDS
-    row = tl.load(item).to(tl.int32) + tl.arange(0, SHAPE.rows)
-    dim = tl.arange(0, SHAPE.block_d)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    for part in range(tl.load(item + 3), tl.load(item + 3) + tl.load(item + 4)):
-        line = (part * SHAPE.kv_heads + head) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-        lse = tl.load(partial_lse + line)
-        higher = tl.maximum(peak, lse)
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = tl.exp2(peak - level), tl.exp2(lse - level)
-        attended = tl.load(partial + line[:, None] * SHAPE.block_d + dim[None, :])
-        acc = acc * fade[:, None] + attended * weight[:, None]
-        total = total * fade + weight
-        peak = higher
-    token = row // SHAPE.group
-    places = (tl.load(item + 1) + token) * out.token_stride
-    places += (head * SHAPE.group + row % SHAPE.group) * out.head_stride
-    real = (token < tl.load(item + 2))[:, None] & (dim < SHAPE.head_dim)[None, :]
-    merged = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.data.dtype.element_ty)
-    tl.store(out.data + places[:, None] + dim[None, :], merged, mask=real)
-
-
 def launch(
     q: torch.Tensor,
     kv: KvLayer,
@@ -333,7 +294,7 @@ def launch(
 ) -> None:
     """`ragged_prefill_attention` by one kernel, and a merge where keys are divided; the arguments have been checked.
 
-    hopper: by that of `prefill_hopper`, which must take them, where tiles are full ones.
+    hopper: by that of `prefill_hopper`, which must take them, where numbers are plain and tiles full ones.
     """
     group = q.shape[1] // kv.kv_heads
     if tile is None:
@@ -375,7 +336,7 @@ def _launch_tiles(
     partial = torch.empty(lines, shape.block_d, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(lines, dtype=torch.float32, device=q.device)
     target, early = Rows(out, out.stride(0), out.stride(1)), early_launch(q.device)
-    if hopper and tile.rows == prefill_hopper.ROWS:
+    if hopper and not kv.format.quantized and tile.rows == prefill_hopper.ROWS:
         prefill_hopper.launch(q, kv, tiles.items, scale, out, partial, partial_lse)
     else:
         ragged_prefill_kernel[(len(tiles.items) * kv.kv_heads,)](
@@ -384,7 +345,7 @@ def _launch_tiles(
             FIELDS=ITEM_FIELDS, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, **early,
         )  # fmt: skip
     if merged:
-        merge_parts_kernel[(len(tiles.merges) * kv.kv_heads,)](
+        merge_tiles_kernel[(len(tiles.merges) * kv.kv_heads,)](
             target, tiles.merges, partial, partial_lse, FIELDS=MERGE_FIELDS, SHAPE=shape, num_warps=8, **early
         )
 

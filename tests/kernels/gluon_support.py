@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 
 @dataclass
@@ -160,12 +161,16 @@ def _nothing(*arguments, **options) -> None:
     """A layout."""
 
 
-def run_program(kernel, helpers: dict[str, object], program: int, late_copies: bool, *arguments, **constants) -> None:
-    """One program of a Gluon kernel; helpers: the jitted functions it calls, by name. Tensors become pointers."""
+def run_program(kernel, program: int, late_copies: bool, *arguments, **constants) -> None:
+    """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
     machine = Machine(program, late_copies)
-    names = {**kernel.fn.__globals__, **machine.names()}
-    for name, helper in helpers.items():
-        names[name] = types.FunctionType(helper.fn.__code__, names, name, helper.fn.__defaults__)
+    names = dict(kernel.fn.__globals__)
+    for name, value in list(names.items()):
+        if isinstance(value, JITFunction):
+            names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+        elif isinstance(value, ConstexprFunction):
+            names[name] = _nothing
+    names.update(machine.names())
     given = [Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments]
     types.FunctionType(kernel.fn.__code__, names)(*given, **constants)
     assert not machine.group

@@ -11,7 +11,6 @@ from bladellm_kernels.prefill_tiles import ITEM_FIELDS, list_tiles
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_reference
 
 from tests.kernels.conditions import assert_close
-from tests.kernels.gluon_support import run_program
 from tests.kernels.prefill_support import hopper, prefill_case
 from tests.kernels.test_ragged_prefill_sdpa import ON_CUDA, attention
 
@@ -23,19 +22,19 @@ def attend_in_python(q, kv, spans, scale, out, late_copies):
     """A launch on the CPU, merging included."""
     from bladellm_kernels import prefill_hopper as module
 
+    from tests.kernels.gluon_support import run_program
+
     group = q.shape[1] // kv.kv_heads
     items, merges = list_tiles(spans, group, kv.kv_heads, None, ROWS)
     lines = max(1, sum(item[8] >= 0 for item in items) * kv.kv_heads * ROWS)
     partial, lse = torch.full((lines, kv.head_dim), math.nan), torch.full((lines,), math.nan)
-    helpers = {name: getattr(module, name) for name in ("_fetch", "_soften", "_hold", "_steps")}
     strides = kv.payload.stride()
     for program in range(len(items) * kv.kv_heads):
         run_program(
-            module.hopper_prefill_kernel, helpers, program, late_copies,
+            module.hopper_prefill_kernel, program, late_copies,
             q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1), kv.payload, *strides[:3],
             torch.tensor(items), partial, lse, scale * math.log2(math.e),
-            FIELDS=ITEM_FIELDS, KV_HEADS=kv.kv_heads, GROUP=group, DIM=kv.head_dim, ROWS=ROWS, KEYS=KEYS, STAGES=3,
-            WARPS=8, EARLY=False,
+            FIELDS=ITEM_FIELDS, SHAPE=module.Shape(kv.kv_heads, group, kv.head_dim, ROWS, KEYS), EARLY=False,
         )  # fmt: skip
     for first_row, first, query_len, part, parts in merges:
         for head in range(kv.kv_heads):
@@ -73,8 +72,8 @@ def test_it_compiles_to_products_beside_the_softmax(heads, dtype):
     with hopper(module.hopper_prefill_kernel):
         compiled = module.hopper_prefill_kernel.warmup(
             numbers, 4096, 128, numbers, 4096, 128, numbers, 8192, dim, 2 * dim, items, parts, parts, 0.1,
-            FIELDS=9, KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROWS=module.ROWS, KEYS=module.KEYS,
-            STAGES=module.STAGES, WARPS=module.WARPS, EARLY=True, num_warps=module.WARPS, launch_pdl=True, grid=(1,),
+            FIELDS=9, SHAPE=module.Shape(kv_heads, group, dim), EARLY=True, num_warps=module.WARPS, launch_pdl=True,
+            grid=(1,),
         )  # fmt: skip
     text = compiled.asm["ptx"]
     found = re.findall(r"wgmma\.wait_group\.sync\.aligned \d|ex2\.approx", text)
