@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(
-    heads: int, dtype: torch.dtype, layers: Sequence[KvLayer], windows: Iterable[int | None], tokens: int, length: int
+    heads: int, dtype: torch.dtype, layers: Sequence[KvLayer], windows: Sequence[int | None], tokens: int, length: int
 ) -> PlannedCalls | None:
     """Make `ragged_prefill_attention` ready for queries [T, heads, D] of `dtype`, contiguous, on those layers, which
     see `windows`, in steps of up to `tokens` query tokens and sequences of up to `length`.
@@ -48,7 +48,8 @@ def warm_up(
                 kv, (Stretch(0, 0, 0, 0),), torch.empty(0, 2, kv.kv_heads, kv.head_dim, dtype=dtype, device=device)
             )
     calls: list[CudnnCall] = []
-    if cudnn_takes(first.head_dim, dtype, None, length, torch.cuda.get_device_capability(device)):
+    capability = torch.cuda.get_device_capability(device)
+    if any(cudnn_takes(first.head_dim, dtype, window, length, capability) for window in windows):
         calls = calls_to_plan(tokens, length, longest_piece(first), in_place(first), first.granule_tokens)
         calls = plan_calls(heads, dtype, layers, calls, PLAN_SECONDS)
     return PlannedCalls(calls, in_place(first), first.granule_tokens)
