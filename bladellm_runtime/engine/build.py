@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.prefill_calls import PlannedCalls
+from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.core import EngineCore
@@ -89,11 +91,13 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
         table.add("sampling state", sampling.bytes)
         kv_spec, arena = allocate_kv(args, spec, shape, device, max_model_len, table)
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
-    workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
-    runner = ModelRunner(model, arena, sampling, workspace, rotation)
+    limits = scheduler_limits(args, spec, max_model_len)
+    with times.phase("plan attention"):
+        workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
+        planned = plan_prefill(spec, dtype, arena, limits)
+    runner = ModelRunner(model, arena, sampling, workspace, rotation, planned)
     with times.phase("capture graphs"):
         capture_steps(args, runner, device, capture)
-    limits = scheduler_limits(args, spec, max_model_len)
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
@@ -158,6 +162,13 @@ def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, c
             torch.cuda.empty_cache()
     elif asked or args.cuda_graph_batch_sizes:
         logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
+
+
+def plan_prefill(spec: ModelSpec, dtype: torch.dtype, arena: KvArena, limits: SchedulerLimits) -> PlannedCalls | None:
+    """Prepare prefill attention for every step that the limits allow; in the thread that will run the steps."""
+    layers = [arena.layer(index) for index in range(len(spec.windows))]
+    tokens = min(limits.max_batch_tokens, limits.prefill_chunk_tokens)
+    return warm_up_prefill(spec.heads, dtype, layers, spec.windows, tokens, limits.max_model_len)
 
 
 def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:

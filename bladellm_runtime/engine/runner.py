@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.prefill_calls import PlannedCalls
 
 from bladellm_runtime.engine.captured_sampling import captured_sampling
 from bladellm_runtime.engine.cuda_capture import Capture
@@ -55,13 +56,16 @@ class ModelRunner:
         sampling: SamplingState,
         workspace: DecodeWorkspace | None,
         rotation: torch.Tensor | None = None,
+        planned: PlannedCalls | None = None,
     ) -> None:
-        """rotation: the matrix that turns queries and keys before they are stored, of the model's type."""
+        """rotation: the matrix that turns queries and keys before they are stored, of the model's type. planned: what
+        prefill attention may ask of cuDNN, anything when None."""
         num_slots = arena.spec.num_slots
         self._model = model
         self._arena = arena
         self._workspace = workspace
         self._rotation = rotation
+        self._planned = planned
         self._sampling = sampling
         self._sampler = Sampler(sampling)
         self._device = arena.device
@@ -111,6 +115,7 @@ class ModelRunner:
     def _run_eagerly(self, plan: StepPlan) -> RunningStep:
         inputs = build_inputs(plan, self._tokens, self._last_token, self._arena)
         inputs.batch.workspace, inputs.batch.rotation = self._workspace, self._rotation
+        inputs.batch.planned = self._planned
         self._arena.wait()
         self._arena.move(plan.memory.moves)
         hidden = self._model.forward(inputs.batch)

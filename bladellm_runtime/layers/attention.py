@@ -70,7 +70,7 @@ class Attention:
     def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
         if not batch.num_decode:
-            return ragged_prefill_attention(q, kv, batch.prefills, self.shape.scale, self.shape.window)
+            return self._attend_prefills(q, kv, batch, None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         count = batch.num_decode
         ragged_decode_attention(
@@ -86,5 +86,11 @@ class Attention:
             out=out[:count],
         )
         if batch.prefills:
-            ragged_prefill_attention(q, kv, batch.prefills, self.shape.scale, self.shape.window, out=out)
+            self._attend_prefills(q, kv, batch, out)
         return out
+
+    def _attend_prefills(
+        self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        scale, window = self.shape.scale, self.shape.window
+        return ragged_prefill_attention(q, kv, batch.prefills, scale, window, out, batch.planned)

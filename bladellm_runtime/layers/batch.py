@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
+from bladellm_kernels.prefill_calls import PlannedCalls
 
 from bladellm_runtime.kv.arena import KvArena
 
@@ -29,7 +30,8 @@ class ForwardBatch:
     decode_base_rows, decode_slots: int64 [num_decode], row of position 0 and slot; decode_kv_lens: int64 [num_decode],
     KV length after the write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R],
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
-    on a CPU. rotation: [D, D], turns queries and keys before they are stored.
+    on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
+    of cuDNN.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +48,7 @@ class ForwardBatch:
     kv: KvArena
     workspace: DecodeWorkspace | None = None
     rotation: torch.Tensor | None = None
+    planned: PlannedCalls | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
 
     def decode_work(self, window: int | None) -> DecodeWork | None:

@@ -1,15 +1,17 @@
 """Time ragged prefill attention beside torch's attention on plain tensors.
 
 python kernels/benchmarks/prefill_attention.py [--heads 32x8x128] [--cases 8192 2048+5000 512,512,2048+8192]
-                                               [--formats no_quant int8] [--json]
+                                               [--formats no_quant int8] [--ways operator hopper] [--json]
 
 A case is a batch of chunks, QUERIES or QUERIES+PREFIX each. 100 % is the better of the cuDNN and the flash back end of
 `scaled_dot_product_attention` on a whole sequence of contiguous tensors, and for a prefix the same rate of operations
-as that of the case's queries without mask against all its keys. Operations are those of the visible scores.
+as that of the case's queries without mask against all its keys. Operations are those of the visible scores. Before a
+way is timed, some rows of its output, NaN until then, are compared with attention in float32.
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +23,7 @@ from bladellm_kernels import prefill_sdpa
 from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.kv_read import kv_read
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
@@ -38,7 +41,7 @@ BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 @dataclass(frozen=True, slots=True)
 class Result:
     """One measurement: microseconds, TFLOP/s of visible scores, share of the better library rate, seconds of the first
-    call (plans and compilation)."""
+    call (plans, compilation, the check)."""
 
     heads: str
     case: str
@@ -140,42 +143,71 @@ def library_rate(setting: Setting, spans: list[Span]) -> dict[str, float]:
 
 
 def routes(
-    setting: Setting, kv: KvLayer, q: torch.Tensor, spans: list[Span], tile: TileShape | None
+    setting: Setting, kv: KvLayer, q: torch.Tensor, spans: list[Span], out: torch.Tensor, tile: TileShape | None
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) of what the operator chooses, and on CUDA of each of its ways."""
+    """(name, call) of what the operator chooses, and on CUDA of each of its ways; a call returns its result, or None
+    where that is in `out`."""
     scale = setting.heads[2] ** -0.5
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     yield "operator", lambda: ragged_prefill_attention(q, kv, spans, scale)
+    yield "operator, out=", lambda: ragged_prefill_attention(q, kv, spans, scale, out=out)
     if not takes_kernels(q, kv):
         return
+    from bladellm_kernels import prefill_hopper
     from bladellm_kernels.ragged_prefill_triton import launch
 
-    yield "operator, out=", lambda: ragged_prefill_attention(q, kv, spans, scale, out=out)
     yield "triton", lambda: launch(q, kv, spans, scale, None, out, tile)
+    hopper = prefill_hopper.takes(q, kv, None)
     if kv.format.quantized:
         yield "triton on numbers", lambda: _launch_on_numbers(q, kv, spans, scale, out, tile)
+        if hopper:
+            yield "hopper on numbers", lambda: _launch_on_numbers(q, kv, spans, scale, out, tile, True)
+    elif hopper:
+        yield "hopper", lambda: launch(q, kv, spans, scale, None, out, hopper=True)
     if q.dtype != torch.float32:
         for name, aside in (("cuDNN parts", True), ("cuDNN parts, one stream", False)):
             yield name, partial(_attend_by_parts, q, kv, spans, scale, out, aside)
 
 
 def _launch_on_numbers(
-    q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, out: torch.Tensor, tile: TileShape | None
+    q: torch.Tensor,
+    kv: KvLayer,
+    spans: list[Span],
+    scale: float,
+    out: torch.Tensor,
+    tile: TileShape | None,
+    hopper: bool = False,
 ) -> None:
     from bladellm_kernels.ragged_prefill_triton import launch
 
     for plain, moved in dequantized_layers(kv, spans, None, q.dtype, SCRATCH_ELEMENTS):
-        launch(q, plain, moved, scale, None, out, tile)
+        launch(q, plain, moved, scale, None, out, tile, hopper)
 
 
 def _attend_by_parts(
     q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, out: torch.Tensor, aside: bool
-) -> None:
+) -> torch.Tensor | None:
     for span in spans:
-        prefill_sdpa.attend_chunk(q, kv, span, scale, None if len(spans) == 1 else out, aside=aside)
+        result = prefill_sdpa.attend_chunk(q, kv, span, scale, None if len(spans) == 1 else out, aside=aside)
+    return result if len(spans) == 1 else None
 
 
-def measure(setting: Setting, case: str, formats: list[str], paged: bool, tile: TileShape | None) -> Iterator[Result]:
+def check(q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, result: torch.Tensor) -> None:
+    """Raise `AssertionError` where sampled rows of a result are not those of attention in float32."""
+    group = q.shape[1] // kv.kv_heads
+    for span in spans:
+        rows = torch.tensor(sorted({0, span.query_len - 1, *range(0, span.query_len, max(1, span.query_len // 30))}))
+        rows = rows.to(q.device)
+        stored = kv_read(kv, span.base_row, span.slot, 0, span.start + span.query_len, torch.float32)
+        keys, values = (each.repeat_interleave(group, 1) for each in stored.unbind(1))
+        scores = torch.einsum("nhd,mhd->hnm", q[span.first + rows].float(), keys) * scale
+        hidden = torch.arange(len(keys), device=q.device) > span.start + rows[:, None]
+        expected = torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
+        torch.testing.assert_close(result[span.first + rows].float(), expected, atol=2e-2, rtol=2e-2)
+
+
+def measure(
+    setting: Setting, case: str, formats: list[str], paged: bool, tile: TileShape | None, ways: list[str] | None
+) -> Iterator[Result]:
     heads, _, head_dim = setting.heads
     spans, label = parse_case(case), "x".join(map(str, setting.heads))
     done = operations(spans, setting.heads)
@@ -187,8 +219,16 @@ def measure(setting: Setting, case: str, formats: list[str], paged: bool, tile: 
     q = prefill_sdpa.empty_queries((tokens, heads, head_dim), setting.dtype, torch.device(setting.device)).normal_()
     for format in formats:
         kv = memory(setting, KV_FORMATS[format], spans, paged)
-        for name, work in routes(setting, kv, q, spans, tile):
-            seconds, first = setting.seconds(work)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for name, work in routes(setting, kv, q, spans, out, tile):
+            if ways and name not in ways:
+                continue
+            start = time.perf_counter()
+            out.fill_(torch.nan)
+            result = work()
+            check(q, kv, spans, head_dim**-0.5, out if result is None else result)
+            first = time.perf_counter() - start
+            seconds, _ = setting.seconds(work)
             rate = done / seconds
             yield Result(label, case, f"{format} {name}", seconds * 1e6, rate / 1e12, rate / best, first)
 
@@ -206,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
             (query_heads, kv_heads, head_dim), getattr(torch, args.dtype), args.device, args.repeats, args.layers
         )
         for case in args.cases:
-            for each in measure(setting, case, args.formats, args.paged, tile):
+            for each in measure(setting, case, args.formats, args.paged, tile, args.ways):
                 print(json.dumps(asdict(each)) if args.json else _line(each), flush=True)
 
 
@@ -227,6 +267,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--paged", action="store_true", help="paged memory for the unquantized format")
     parser.add_argument("--layers", type=int, default=4, help="layers interleaved in a row of memory")
     parser.add_argument("--tile", help="ROWSxKEYSxWARPSxSTAGES of the Triton kernel")
+    parser.add_argument("--ways", nargs="+", help="only these, by their names in the table")
     parser.add_argument("--repeats", type=int, default=20, help="timed runs, of which the least counts")
     parser.add_argument("--json", action="store_true", help="a line of JSON a measurement")
     return parser

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens, Schedule, unit_schedule
 from bladellm_kernels.unit_linear import unit_linear
+from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens, Schedule, unit_schedule
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from gpu_timing import GpuTimer, machine
 

@@ -11,22 +11,28 @@ import torch
 
 
 def merge_attention(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor | None = None
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole from parts: outs, S tensors [T, Hq, D] of one type; lses, S float32 tensors [T, Hq].
 
-    lses are natural logarithms, −inf where a part holds nothing for a query, whose output there is not looked at. Where
+    lses are natural logarithms, −inf where a part holds nothing for a query, whose output there does not count. Where
     no part holds anything the result is zero. Tensors may be strided, outs contiguous in the last dimension. Computed
-    in float32. Returns [T, Hq, D] of the type of outs, in `out` if given, which may be one of outs.
+    in float32. Returns [T, Hq, D] of the type of outs, in `out` if given, which may be one of outs; the logarithms of
+    the whole go to `lse`, float32 [T, Hq], if given.
     """
     _check(outs, lses)
     out = torch.empty_like(outs[0]) if out is None else out
     if out.is_cuda and find_spec("triton") is not None:
         from bladellm_kernels.merge_attention_triton import merge_parts
 
-        merge_parts(outs, lses, out)
+        merge_parts(outs, lses, out, lse)
         return out
     logs = torch.stack(list(lses))
+    if lse is not None:
+        lse.copy_(logs.logsumexp(0))
     highest = logs.amax(0)
     weights = (logs - torch.where(highest.isinf(), 0.0, highest)).exp_()
     weights /= torch.where(highest.isinf(), 1.0, weights.sum(0))

@@ -40,30 +40,41 @@ def merge_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    LSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """A program merges ROWS of rows = T · HEADS."""
+    """A program merges ROWS of rows = T · HEADS; LSE: the logarithms of the whole are asked for.
+
+    Outputs are read whatever their logarithms: a mask made of those would put the two reads one behind the other.
+    """
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     maximum = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
     whole = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    inside = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
     for index in tl.static_range(PARTS):
         part = parts[index]
+        place = row // HEADS * part.token_stride + row % HEADS * part.head_stride
+        output = tl.load(part.output + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
         place = row // HEADS * part.lse_token_stride + row % HEADS * part.lse_head_stride
         lse = tl.load(part.lse + place, mask=row < rows, other=float("-inf")) * LOG2E
         highest = tl.maximum(maximum, lse)
         weight = tl.exp2(lse - highest)
         decay = tl.exp2(maximum - highest)
-        place = row // HEADS * part.token_stride + row % HEADS * part.head_stride
-        inside = (weight > 0)[:, None] & (column < HEAD_DIM)[None, :]
-        output = tl.load(part.output + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        whole = whole * decay[:, None] + output * weight[:, None]
+        # What a part that holds nothing has as its output may be no number.
+        whole = whole * decay[:, None] + tl.where((weight > 0)[:, None], output * weight[:, None], 0.0)
         total = total * decay + weight
         maximum = highest
     whole = whole / tl.where(total == 0.0, 1.0, total)[:, None]
     place = row // HEADS * out.token_stride + row % HEADS * out.head_stride
-    inside = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
     tl.store(out.output + place[:, None] + column[None, :], whole.to(out.output.dtype.element_ty), mask=inside)
+    if LSE:
+        place = row // HEADS * out.lse_token_stride + row % HEADS * out.lse_head_stride
+        logs = tl.where(total == 0.0, float("-inf"), (maximum + tl.log2(total)) / LOG2E)
+        tl.store(out.lse + place, logs, mask=row < rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -141,25 +152,30 @@ def merged_rows(
     return whole / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-def merge_parts(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def merge_parts(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor | None = None
+) -> None:
     """`merge_attention` by one kernel; the arguments have been checked."""
     tokens, heads, head_dim = out.shape
     if tokens == 0:
         return
-    parts = tuple(
-        Part(part, part.stride(0), part.stride(1), lse, lse.stride(0), lse.stride(1))
-        for part, lse in zip(outs, lses, strict=True)
-    )
+    whole = lses[0] if lse is None else lse
     merge_parts_kernel[(triton.cdiv(tokens * heads, _ROWS),)](
-        parts,
-        Part(out, out.stride(0), out.stride(1), lses[0], 0, 0),
+        tuple(map(_part, outs, lses)),
+        _part(out, whole),
         tokens * heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
         ROWS=_ROWS,
         COLUMNS=power_of_two(head_dim),
-        PARTS=len(parts),
+        PARTS=len(outs),
+        LSE=lse is not None,
+        **early_launch(out.device),
     )
+
+
+def _part(output: torch.Tensor, lse: torch.Tensor) -> Part:
+    return Part(output, output.stride(0), output.stride(1), lse, lse.stride(0), lse.stride(1))
 
 
 def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Tensor, out: torch.Tensor) -> None:

@@ -7,19 +7,19 @@ start, the chunk is
   - the prefix: the chunk's queries against [0, split) in pieces, without mask, to a padded end of the queries.
 
 Padding costs time on every layer of every step, planning once in the life of the process: 45 ms are some 30 steps'
-gain of 5 % of a chunk of 2048 tokens in 32 layers. So squares have every multiple of 128 up to 8192 (64 plans, 2.9 s;
-at most 1/64 is padding from 4096 on), the queries of a prefix 8 lengths an octave, and pieces of a prefix 4 lengths an
-octave: what remains behind one piece is another one, of a quarter of its length at most. Chunks of any length up to
-2048 behind prefixes of any length up to 8192 come to some 180 plans together, 8 s over the life of a server.
+gain of 5 % of a chunk of 2048 tokens in 32 layers. Without `PlannedCalls`, squares have every multiple of 128 up to
+8192 (64 plans, 2.9 s; at most 1/64 is padding from 4096 on), the queries of a prefix 8 lengths an octave, and pieces of
+a prefix 4 lengths an octave: what remains behind one piece is another one, of a quarter of its length at most. With
+them, a chunk takes only calls that have been planned at start, or none.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from bladellm_kernels.prefill_calls import LENGTH_STEP, PlannedCalls
 from bladellm_kernels.prefill_costs import Heads, merge_cost, rectangle_cost, square_cost
 
-LENGTH_STEP = 128
 LONGEST_PIECE = 65536
 SQUARE_STEPS, ROW_STEPS, PIECE_STEPS = 64, 8, 4
 # Most positions before a chunk that its square takes in, in place of a small piece.
@@ -36,9 +36,23 @@ class ChunkPlan:
     pieces: tuple[int, ...]
 
 
-def plan_chunk(heads: Heads, query_len: int, start: int, longest_piece: int = LONGEST_PIECE) -> ChunkPlan:
-    """How a chunk is computed at least cost; longest_piece: a power of two, at least LENGTH_STEP."""
-    return min(_plans(query_len, start, longest_piece), key=lambda plan: plan_cost(heads, plan))
+@lru_cache(maxsize=256)
+def plan_chunk(
+    heads: Heads,
+    query_len: int,
+    start: int,
+    longest_piece: int = LONGEST_PIECE,
+    planned: PlannedCalls | None = None,
+) -> ChunkPlan | None:
+    """How a chunk is computed at least cost; longest_piece: a power of two, at least LENGTH_STEP.
+
+    With `planned`, of those calls only: None where they do not do. Kept, since all layers of a step ask for the same.
+    """
+    if planned is None:
+        plans = list(_plans(query_len, start, longest_piece))
+    else:
+        plans = list(_planned_plans(query_len, start, planned))
+    return min(plans, key=lambda plan: plan_cost(heads, plan), default=None)
 
 
 def plan_cost(heads: Heads, plan: ChunkPlan) -> float:
@@ -47,16 +61,29 @@ def plan_cost(heads: Heads, plan: ChunkPlan) -> float:
     return square_cost(heads, plan.square) + pieces + merge_cost(heads, plan.rows, len(plan.pieces) + 1)
 
 
-@lru_cache(maxsize=64)
-def _plans(query_len: int, start: int, longest_piece: int) -> tuple[ChunkPlan, ...]:
+def _plans(query_len: int, start: int, longest_piece: int) -> Iterator[ChunkPlan]:
     """Those with a lead of less than LONGEST_LEAD."""
-    plans: list[ChunkPlan] = []
-    first = start // LENGTH_STEP * LENGTH_STEP
-    for split in range(first, max(-1, start - LONGEST_LEAD), -LENGTH_STEP):
+    for split in _splits(start):
         square = padded_length(start + query_len - split, SQUARE_STEPS)
         rows = padded_length(query_len, ROW_STEPS) if split else 0
-        plans.append(ChunkPlan(split, square, rows, tuple(_pieces(split, longest_piece))))
-    return tuple(plans)
+        yield ChunkPlan(split, square, rows, tuple(_pieces(split, longest_piece)))
+
+
+def _planned_plans(query_len: int, start: int, planned: PlannedCalls) -> Iterator[ChunkPlan]:
+    """The same, of planned calls; none is longer than `longest_piece`, or it would not have been planned."""
+    for split in _splits(start):
+        square = planned.square(split, start + query_len)
+        if square is None:
+            continue
+        if not split:
+            yield ChunkPlan(0, square, 0, ())
+        for rows, pieces in planned.prefix(query_len, split):
+            yield ChunkPlan(split, square, rows, pieces)
+
+
+def _splits(start: int) -> Iterator[int]:
+    first = start // LENGTH_STEP * LENGTH_STEP
+    yield from range(first, max(-1, start - LONGEST_LEAD), -LENGTH_STEP)
 
 
 def _pieces(length: int, longest: int) -> Iterator[int]:

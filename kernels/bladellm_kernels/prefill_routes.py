@@ -1,9 +1,11 @@
 """Which chunks of a step go to cuDNN's attention, and which to the Triton kernel in one launch."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_costs import (
     Heads,
     copy_cost,
@@ -37,13 +39,15 @@ def choose_routes(
     alone: bool,
     longest_piece: int = LONGEST_PIECE,
     window: int | None = None,
+    planned: PlannedCalls | None = None,
 ) -> Routes:
     """The cheapest of: some of the largest chunks by cuDNN (if `cudnn` can take any), and the others by Triton.
 
     alone: the result of an only chunk may be cuDNN's own tensor. window: what a query sees; None or all of it for
-    cuDNN. Kept, since all layers of a step ask for the same.
+    cuDNN. planned: what cuDNN may be asked; anything when None. Kept, since all layers of a step ask for the same.
     """
-    taken = _cudnn_chunks(spans, heads, alone, longest_piece) if cudnn and not _shared_memory(spans) else set()
+    cost = partial(cudnn_cost, heads, alone=alone, longest_piece=longest_piece, planned=planned)
+    taken = _cudnn_chunks(spans, heads, cost) if cudnn and not _shared_memory(spans) else set()
     rest = [span for span in spans if span not in taken]
     dequantized = [span for span in rest if heads.quantized and not fused_is_cheaper(heads, _seen(span, window))]
     return Routes(
@@ -53,27 +57,37 @@ def choose_routes(
     )
 
 
-def _cudnn_chunks(spans: Sequence[Span], heads: Heads, alone: bool, longest_piece: int) -> set[Span]:
+def _cudnn_chunks(spans: Sequence[Span], heads: Heads, cost_of: Callable[[Span], float]) -> set[Span]:
     """Each chunk less in the launches saves its own share of them, the last one the launch."""
-    order = sorted(spans, key=lambda span: -span.query_len * (2 * span.start + span.query_len))
-    rests = [(0.0, 0.0)]
-    for span in reversed(order):
-        fused, plain = launch_shares(heads, span, len(order) == 1)
-        rests.append((rests[-1][0] + fused, rests[-1][1] + plain))
-    best, least, spent = 0, launches_cost(heads, *rests.pop()), 0.0
+    costs = {span: cost_of(span) for span in spans if span.query_len >= LIBRARY_QUERIES}
+    order = sorted((span for span in costs if costs[span] < math.inf), key=_scores, reverse=True)
+    fused = plain = 0.0
+    rests: list[tuple[float, float]] = []
+    for span in [*(span for span in spans if costs.get(span, math.inf) == math.inf), *reversed(order)]:
+        rests.append((fused, plain))
+        of_fused, of_plain = launch_shares(heads, span, len(spans) == 1)
+        fused, plain = fused + of_fused, plain + of_plain
+    best, least, spent = 0, launches_cost(heads, fused, plain), 0.0
     for count, span in enumerate(order, 1):
-        if span.query_len < LIBRARY_QUERIES:
-            break
-        spent += cudnn_cost(heads, span, alone, longest_piece) + LEAST_GAIN
+        spent += costs[span] + LEAST_GAIN
         cost = spent + launches_cost(heads, *rests.pop())
         if cost < least:
             best, least = count, cost
     return set(order[:best])
 
 
-def cudnn_cost(heads: Heads, span: Span, alone: bool, longest_piece: int = LONGEST_PIECE) -> float:
-    """µs of a chunk by `prefill_sdpa`; alone: without a copy of its result."""
-    plan = plan_chunk(heads, span.query_len, span.start, longest_piece)
+def _scores(span: Span) -> int:
+    """Twice the scores of a chunk, about."""
+    return span.query_len * (2 * span.start + span.query_len)
+
+
+def cudnn_cost(
+    heads: Heads, span: Span, alone: bool, longest_piece: int = LONGEST_PIECE, planned: PlannedCalls | None = None
+) -> float:
+    """µs of a chunk by `prefill_sdpa`, infinite without plans for it; alone: without a copy of its result."""
+    plan = plan_chunk(heads, span.query_len, span.start, longest_piece, planned)
+    if plan is None:
+        return math.inf
     cost = plan_cost(heads, plan)
     if not heads.in_place:
         cost += dequantize_cost(heads, span.start + span.query_len) + (len(plan.pieces) + 1) * 3.0

@@ -10,23 +10,36 @@ Where memory is neither quantized nor paged, keys and values are read in place; 
 piece into a bounded buffer. The states are merged by their log-sum-exp.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.merge_attention import merge_attention
+from bladellm_kernels.prefill_calls import LENGTH_STEP, PlannedCalls, fits_granule
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS, Heads
-from bladellm_kernels.prefill_merge import State, merge_states
-from bladellm_kernels.prefill_plan import LENGTH_STEP, LONGEST_LEAD, LONGEST_PIECE, plan_chunk
+from bladellm_kernels.prefill_plan import LONGEST_LEAD, LONGEST_PIECE, plan_chunk
 from bladellm_kernels.prefill_tiles import Span
 
 # States kept at once.
 MERGED_AT_ONCE = 8
-# Rows behind the queries of `empty_queries`: what pads the last chunk of a step of up to 16384 tokens.
-ROWS_BEHIND = 1024
+# Rows behind the queries of `empty_queries`: what pads the last chunk of a step of up to 8192 tokens in planned calls.
+ROWS_BEHIND = 2048
+
+
+class State(NamedTuple):
+    """Attention over some keys: out [n, Hq, D], and lse [n, Hq], float32, the natural logarithm of Σ exp(score)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, first: int, end: int) -> "State":
+        return State(self.out[first:end], self.lse[first:end])
+
 
 Sdpa = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], State]
 
@@ -46,13 +59,17 @@ def attend_chunk(
     out: torch.Tensor | None = None,
     sdpa: Sdpa | None = None,
     aside: bool = True,
+    planned: PlannedCalls | None = None,
 ) -> torch.Tensor:
     """A chunk of `ragged_prefill_attention`, without window: written to its rows of `out` [T, Hq, D] and returned
     [query_len, Hq, D]; without `out` the result may be cuDNN's own tensor. sdpa: cuDNN's by default. aside: the
-    square runs beside the prefix, which fills the multiprocessors that its few long rows leave idle.
+    square runs beside the prefix, which fills the multiprocessors that its few long rows leave idle. planned: the calls
+    to take, any when None; `ValueError` where they do not do.
     """
     sdpa = cudnn_attention if sdpa is None else sdpa
-    plan = plan_chunk(layer_heads(q, kv), span.query_len, span.start, longest_piece(kv))
+    plan = plan_chunk(layer_heads(q, kv), span.query_len, span.start, longest_piece(kv), planned)
+    if plan is None:
+        raise ValueError(f"{span.query_len} queries behind {span.start} positions need calls that were not planned")
     lead, end = span.start - plan.split, span.start + span.query_len
     queries = _queries(q, span, lead, max(plan.square, lead + plan.rows))
     with side_stream(q.device, aside and bool(plan.pieces)) as join:
@@ -62,7 +79,8 @@ def attend_chunk(
     join()
     target = None if out is None else out[span.first : span.first + span.query_len]
     if states:
-        return merge_states([*states, square], target).out
+        states.append(square)
+        return merge_attention([each.out for each in states], [each.lse for each in states], target)
     return square.out if target is None else target.copy_(square.out)
 
 
@@ -74,11 +92,16 @@ def _prefix_states(
     first = 0
     for piece in pieces:
         if len(states) == MERGED_AT_ONCE - 1:
-            states = [merge_states(states)]
+            states = [_merged(states)]
         k, v = _stored(kv, span, first, first + piece, piece, queries.dtype)
         states.append(sdpa(queries, k, v, False, scale).rows(0, span.query_len))
         first += piece
     return states
+
+
+def _merged(states: Sequence[State]) -> State:
+    lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=states[0].lse.device)
+    return State(merge_attention([each.out for each in states], [each.lse for each in states], None, lse), lse)
 
 
 @contextmanager
@@ -105,10 +128,11 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def layer_heads(q: torch.Tensor, kv: KvLayer) -> Heads:
-    """What the cost of attention depends on, beside lengths."""
+def layer_heads(q: torch.Tensor, kv: KvLayer, hopper: bool = False) -> Heads:
+    """What the cost of attention depends on, beside lengths; hopper: as in `Heads`."""
     stored = kv.payload.dtype.itemsize / kv.format.per_element
-    return Heads(q.shape[1], kv.kv_heads, kv.head_dim, q.dtype.itemsize, stored, in_place(kv), kv.format.quantized)
+    quantized, itemsize = kv.format.quantized, q.dtype.itemsize
+    return Heads(q.shape[1], kv.kv_heads, kv.head_dim, itemsize, stored, in_place(kv), quantized, hopper)
 
 
 def longest_piece(kv: KvLayer) -> int:
@@ -142,8 +166,7 @@ def _stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [rows, Hk, D] of positions [first, end), with zeros behind them."""
     count = end - first
-    mapped = -(-end // kv.granule_tokens) * kv.granule_tokens
-    if in_place(kv) and first + rows <= mapped and rows * kv.payload.stride(0) < 2**31:
+    if in_place(kv) and fits_granule(first + rows, end, kv.granule_tokens) and rows * kv.payload.stride(0) < 2**31:
         stored = kv.payload[span.base_row + first : span.base_row + first + rows]
     else:
         stored = torch.empty(rows, 2, kv.kv_heads, kv.head_dim, dtype=dtype, device=kv.payload.device)
@@ -161,31 +184,3 @@ def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
         *heads_first, None, True, 0.0, causal, False, scale=scale
     )
     return State(result[0][0].transpose(0, 1), result[1][0].reshape(q.shape[1], -1).transpose(0, 1))
-
-
-def warm_up(q: torch.Tensor, kv: KvLayer, chunks: Iterable[tuple[int, int]], scale: float) -> None:
-    """Plan for chunks of (query_len, start), in the thread that will run them; see `warm_up_chunks`.
-
-    q: queries of the type, heads and strides to come, of any length. The calls are recorded, never run: nothing is read
-    or written, so `kv` may be a layer whose rows hold no memory yet; it must have rows for a chunk's granules.
-    """
-    cudnn_attention(*(torch.zeros(LENGTH_STEP, 1, kv.head_dim, dtype=q.dtype, device=q.device),) * 3, True, scale)
-    torch.cuda.synchronize(q.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        for query_len, start in chunks:
-            queries = torch.empty_strided((query_len, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
-            attend_chunk(queries, kv, Span(0, query_len, start, 0, 0), scale)
-    graph.reset()
-
-
-def warm_up_chunks(max_tokens: int, max_length: int) -> Iterator[tuple[int, int]]:
-    """What to plan at start for steps of up to `max_tokens` query tokens and sequences of up to `max_length`.
-
-    Every square up to 8192, and full chunks behind prefixes of whole chunks: for max_tokens of 2048 and sequences of
-    32768 27 plans (1.2 s), for 8192 and 131072 72 (3.2 s). Prefixes of other lengths remain: 45 ms at their first use.
-    """
-    for length in range(LENGTH_STEP, min(max_tokens, 8192) + 1, LENGTH_STEP):
-        yield length, 0
-    for start in range(max_tokens, max_length - max_tokens + 1, max_tokens):
-        yield max_tokens, start

@@ -119,13 +119,14 @@ def tiles_on_device(
 ) -> PrefillTiles:
     """`list_tiles` on a device. Kept, since all layers of a step ask for the same; `stream` is where it is used."""
     items, merges = list_tiles(spans, group, kv_heads, window, rows)
-    # The kernel reads one merge's worth of memory even when there are none.
-    flat = [field for line in (*items, *(merges or [[0] * MERGE_FIELDS])) for field in line]
+    # Merges begin at a multiple of 16 bytes, or Triton would compile their kernel once more.
+    spare = [[0]] if len(items) % 2 else []
+    flat = [field for line in (*items, *spare, *merges) for field in line]
     pinned = torch.tensor(flat, dtype=torch.int64, pin_memory=device.type == "cuda")
     uploaded = pinned.to(device, non_blocking=True)
-    split = len(items) * ITEM_FIELDS
+    last = len(items) * ITEM_FIELDS
     return PrefillTiles(
-        uploaded[:split].view(-1, ITEM_FIELDS),
-        uploaded[split:].view(-1, MERGE_FIELDS)[: len(merges)],
+        uploaded[:last].view(len(items), ITEM_FIELDS),
+        uploaded[last + len(spare) :].view(len(merges), MERGE_FIELDS),
         sum(item[8] >= 0 for item in items),
     )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_routes import choose_routes
 from bladellm_kernels.prefill_tiles import Span
@@ -45,6 +46,7 @@ def ragged_prefill_attention(
     scale: float,
     window: int | None = None,
     out: torch.Tensor | None = None,
+    planned: PlannedCalls | None = None,
 ) -> torch.Tensor:
     """Causal attention of prefill chunks: position p sees positions 0 to p of its sequence, or the last `window`.
 
@@ -52,14 +54,15 @@ def ragged_prefill_attention(
     the chunks' own K and V; only positions [0, start + query_len) of each chunk's sequence count. On CUDA, rows behind
     a chunk's end, up to the end of its last granule, may be set to zero: they must be the sequence's own and hold
     nothing yet (unless two chunks are of one sequence; then they are kept). scale > 0. q may have any rows around it in
-    its storage, and is faster with those of `prefill_sdpa.empty_queries`.
+    its storage, and is faster with those of `prefill_sdpa.empty_queries`. planned: the calls that cuDNN may be asked
+    (`prefill_warm_up`); when None any, of which a new one takes some 45 ms.
     Returns [T, Hq, D] of q's type, in `out` if given; tokens outside every chunk are left unwritten. Softmax in
-    float32. Never waits for a device, but for cuDNN's plans that `prefill_sdpa.warm_up` can build ahead.
+    float32. Never waits for a device.
     """
     _check(q, kv, scale, window, out)
     spans = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in chunks]
     if spans and takes_kernels(q, kv):
-        return _attend_on_cuda(q, kv, spans, scale, window, out)
+        return _attend_on_cuda(q, kv, spans, scale, window, out, planned)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for span in spans:
         tokens = slice(span.first, span.first + span.query_len)
@@ -89,24 +92,31 @@ def cudnn_takes(
 
 
 def _attend_on_cuda(
-    q: torch.Tensor, kv: KvLayer, spans: list[Span], scale: float, window: int | None, out: torch.Tensor | None
+    q: torch.Tensor,
+    kv: KvLayer,
+    spans: list[Span],
+    scale: float,
+    window: int | None,
+    out: torch.Tensor | None,
+    planned: PlannedCalls | None,
 ) -> torch.Tensor:
-    from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
+    from bladellm_kernels import prefill_hopper, prefill_sdpa, ragged_prefill_triton
 
     longest = max(span.start + span.query_len for span in spans)
     cudnn = cudnn_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
-    heads = prefill_sdpa.layer_heads(q, kv)
-    routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window)
+    hopper = prefill_hopper.takes(q, kv, window)
+    heads = prefill_sdpa.layer_heads(q, kv, hopper)
+    routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window, planned)
     if alone and routes.cudnn:
-        return prefill_sdpa.attend_chunk(q, kv, spans[0], scale)
+        return prefill_sdpa.attend_chunk(q, kv, spans[0], scale, planned=planned)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for plain, moved in dequantized_layers(kv, routes.dequantized, window, q.dtype, SCRATCH_ELEMENTS):
-        ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
+        ragged_prefill_triton.launch(q, plain, moved, scale, window, out, hopper=hopper)
     if routes.stored:
-        ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)
+        ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out, hopper=hopper)
     for span in routes.cudnn:
-        prefill_sdpa.attend_chunk(q, kv, span, scale, out)
+        prefill_sdpa.attend_chunk(q, kv, span, scale, out, planned=planned)
     return out
 
 

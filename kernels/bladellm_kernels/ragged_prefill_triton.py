@@ -6,14 +6,27 @@ of the tile (row r is token r // group, head r % group), so a tile reads its key
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from bladellm_kernels import prefill_hopper
+from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.prefill_tiles import ITEM_FIELDS, MERGE_FIELDS, Span, TileShape, tile_shape, tiles_on_device
+from bladellm_kernels.prefill_merge_tiles import merge_tiles_kernel
+from bladellm_kernels.prefill_tiles import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    PrefillTiles,
+    Span,
+    TileShape,
+    tile_shape,
+    tiles_on_device,
+)
 
 
 class Shape(NamedTuple):
@@ -206,11 +219,14 @@ def ragged_prefill_kernel(
     window: tl.tensor,
     FIELDS: tl.constexpr,
     SHAPE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program an item and KV head. items: int64 [I, FIELDS], see `prefill_tiles.list_tiles`; qk_scale holds log2 e.
 
     partial: float32 [P · kv_heads, rows, block_d] and partial_lse, base 2, for items that see a part of their keys.
     """
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     head = tl.program_id(0) % SHAPE.kv_heads
     item = items + (tl.program_id(0) // SHAPE.kv_heads) * FIELDS
     first_row = tl.load(item).to(tl.int32)
@@ -266,43 +282,6 @@ def _store_tile(
         tl.store(partial_lse + line, peak + tl.log2(total))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def merge_parts_kernel(
-    out: tl.tensor,
-    merges: tl.tensor,
-    partial: tl.tensor,
-    partial_lse: tl.tensor,
-    FIELDS: tl.constexpr,
-    SHAPE: tl.constexpr,
-) -> None:
-    """Put the parts of a tile together, a program a merge and KV head; merges: int64 [M, FIELDS], see `list_tiles`."""
-    ROWS: tl.constexpr = SHAPE.rows
-    BLOCK_D: tl.constexpr = SHAPE.block_d
-    head = tl.program_id(0) % SHAPE.kv_heads
-    item = merges + (tl.program_id(0) // SHAPE.kv_heads) * FIELDS
-    row = tl.load(item).to(tl.int32) + tl.arange(0, SHAPE.rows)
-    dim = tl.arange(0, SHAPE.block_d)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    for part in range(tl.load(item + 3), tl.load(item + 3) + tl.load(item + 4)):
-        line = (part * SHAPE.kv_heads + head) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-        lse = tl.load(partial_lse + line)
-        higher = tl.maximum(peak, lse)
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = tl.exp2(peak - level), tl.exp2(lse - level)
-        attended = tl.load(partial + line[:, None] * SHAPE.block_d + dim[None, :])
-        acc = acc * fade[:, None] + attended * weight[:, None]
-        total = total * fade + weight
-        peak = higher
-    token = row // SHAPE.group
-    places = (tl.load(item + 1) + token) * out.token_stride
-    places += (head * SHAPE.group + row % SHAPE.group) * out.head_stride
-    real = (token < tl.load(item + 2))[:, None] & (dim < SHAPE.head_dim)[None, :]
-    merged = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.data.dtype.element_ty)
-    tl.store(out.data + places[:, None] + dim[None, :], merged, mask=real)
-
-
 def launch(
     q: torch.Tensor,
     kv: KvLayer,
@@ -311,27 +290,63 @@ def launch(
     window: int | None,
     out: torch.Tensor,
     tile: TileShape | None = None,
+    hopper: bool = False,
 ) -> None:
-    """`ragged_prefill_attention` by one kernel, and a merge where keys are divided; the arguments have been checked."""
+    """`ragged_prefill_attention` by one kernel, and a merge where keys are divided; the arguments have been checked.
+
+    hopper: by that of `prefill_hopper`, which must take them, where numbers are plain and tiles full ones.
+    """
     group = q.shape[1] // kv.kv_heads
     if tile is None:
         longest = max(span.query_len for span in spans)
         tile = tile_shape(kv.head_dim, q.dtype, kv.format.quantized, longest * group)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     tiles = tiles_on_device(tuple(spans), group, kv.kv_heads, window, tile.rows, q.device, stream)
-    shape = kernel_shape(kv, group, tile, window is not None, q.dtype)
+    _launch_tiles(q, kv, tiles, tile, scale, window, out, len(tiles.merges) > 0, hopper)
+
+
+def compile_ahead(q: torch.Tensor, kv: KvLayer, window: int | None) -> None:
+    """Compile and load what launches on such tensors need, by launches of no programs.
+
+    q: [0, Hq, D]. Quantized layers are attended to on their codes and on numbers made of them.
+    """
+    numbers = torch.empty(0, 2, kv.kv_heads, kv.head_dim, dtype=q.dtype, device=q.device)
+    kinds = [kv, KvLayer(numbers, NO_QUANT, kv.granule_tokens)] if kv.format.quantized else [kv]
+    fields = torch.empty(0, ITEM_FIELDS, dtype=torch.int64, device=q.device)
+    tiles = PrefillTiles(fields, fields, 0)
+    for kind, rows in product(kinds, (1, 1 << 20)):
+        tile = tile_shape(kv.head_dim, q.dtype, kind.format.quantized, rows)
+        for hopper in {False, prefill_hopper.takes(q, kind, window)}:
+            _launch_tiles(q, kind, tiles, tile, 1.0, window, q, True, hopper)
+
+
+def _launch_tiles(
+    q: torch.Tensor,
+    kv: KvLayer,
+    tiles: PrefillTiles,
+    tile: TileShape,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    merged: bool,
+    hopper: bool,
+) -> None:
+    shape = kernel_shape(kv, q.shape[1] // kv.kv_heads, tile, window is not None, q.dtype)
     lines = max(1, tiles.parts * kv.kv_heads * tile.rows)
     partial = torch.empty(lines, shape.block_d, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(lines, dtype=torch.float32, device=q.device)
-    target = Rows(out, out.stride(0), out.stride(1))
-    ragged_prefill_kernel[(len(tiles.items) * kv.kv_heads,)](
-        Rows(q, q.stride(0), q.stride(1)), target, kernel_memory(kv), tiles.items, partial, partial_lse,
-        scale * math.log2(math.e), window or 0,
-        FIELDS=ITEM_FIELDS, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    if len(tiles.merges):
-        merge_parts_kernel[(len(tiles.merges) * kv.kv_heads,)](
-            target, tiles.merges, partial, partial_lse, FIELDS=MERGE_FIELDS, SHAPE=shape, num_warps=8
+    target, early = Rows(out, out.stride(0), out.stride(1)), early_launch(q.device)
+    if hopper and not kv.format.quantized and tile.rows == prefill_hopper.ROWS:
+        prefill_hopper.launch(q, kv, tiles.items, scale, out, partial, partial_lse)
+    else:
+        ragged_prefill_kernel[(len(tiles.items) * kv.kv_heads,)](
+            Rows(q, q.stride(0), q.stride(1)), target, kernel_memory(kv), tiles.items, partial, partial_lse,
+            scale * math.log2(math.e), window or 0,
+            FIELDS=ITEM_FIELDS, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, **early,
+        )  # fmt: skip
+    if merged:
+        merge_tiles_kernel[(len(tiles.merges) * kv.kv_heads,)](
+            target, tiles.merges, partial, partial_lse, FIELDS=MERGE_FIELDS, SHAPE=shape, num_warps=8, **early
         )
 
 

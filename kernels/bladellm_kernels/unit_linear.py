@@ -9,9 +9,9 @@ import triton
 from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.few_tokens_triton import few_tokens_kernel
-from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens, Schedule, unit_schedule, split_count
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.row_blocks import block_slices
+from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens, Schedule, split_count, unit_schedule
 from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
 from bladellm_kernels.weight_units_triton import UnitShape, WeightArguments
 

@@ -1,7 +1,7 @@
 """How the kernels of `unit_linear` are launched: a table by the number of tokens.
 
-The best of those that `kernels/benchmarks/unit_linear.py` timed on an H200 with layers of the Llama-3.1-8B shape, 4 bits
-in groups of 128.
+The best of those that `kernels/benchmarks/unit_linear.py` timed on an H200 with layers of the Llama-3.1-8B shape,
+4 bits in groups of 128.
 """
 
 from dataclasses import dataclass

@@ -29,9 +29,11 @@ def split_attention(tokens, heads, head_dim, cuts, dtype):
 def test_parts_merge_to_the_whole(device, dtype, shape, cuts):
     whole, outs, lses = split_attention(*shape, cuts, dtype)
     tolerance = TOLERANCE[dtype]
-    merged = merge_attention([out.to(device) for out in outs], [lse.to(device) for lse in lses])
+    total = torch.full((shape[0], 2 * shape[1]), 7.0, device=device)[:, ::2]
+    merged = merge_attention([out.to(device) for out in outs], [lse.to(device) for lse in lses], lse=total)
     assert merged.dtype == dtype
     torch.testing.assert_close(merged.double().cpu(), whole, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(total.cpu(), torch.stack(lses).logsumexp(0), atol=1e-5, rtol=1e-5)
     reference = merge_attention_reference(outs, lses)
     torch.testing.assert_close(reference, whole, atol=tolerance, rtol=tolerance)
 
@@ -47,7 +49,9 @@ def test_empty_parts_do_not_count_and_nothing_is_zero(device):
     merge_attention(given, logs, out[1:-1])
     torch.testing.assert_close(out[1:-1].cpu().double(), whole, atol=1e-5, rtol=1e-5)
     assert (out[[0, -1]] == 7).all()
-    assert (merge_attention(given[::2], logs[::2]) == 0).all()
+    total = torch.zeros(6, 2, device=device)
+    assert (merge_attention(given[::2], logs[::2], lse=total) == 0).all()
+    assert (total == -torch.inf).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,8 +87,12 @@ def interpreted():
         out = torch.full((*shape[:2], 2 * shape[2]), torch.nan, dtype=dtype)[..., : shape[2]]
         merge_parts(outs, lses, out)
         torch.testing.assert_close(out.double(), whole, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        merge_parts(outs[1:2], lses[1:2], out)
+        lse = torch.full((shape[1], shape[0]), torch.nan).t()
+        merge_parts(outs[1:2], lses[1:2], out, lse)
         assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+        merge_parts(outs, lses, out, lse)
+        torch.testing.assert_close(lse, torch.stack(lses).logsumexp(0), atol=1e-5, rtol=1e-5)
 
 
 def test_interpreted():

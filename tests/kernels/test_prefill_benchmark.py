@@ -23,9 +23,17 @@ def test_it_lists_every_format_beside_the_library(script, capsys):
     script.main([*tiny, "--cases", "33", "5+70,20", "--formats", *formats])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["case"], line["name"]) for line in lines] == [
-        (case, name) for case in ("33", "5+70,20") for name in ("torch math", *(f"{each} operator" for each in formats))
+        (case, name)
+        for case in ("33", "5+70,20")
+        for name in ("torch math", *(f"{each} operator{out}" for each in formats for out in ("", ", out=")))
     ]
     assert all(line["microseconds"] > 0 and line["tflops"] > 0 for line in lines)
+
+
+def test_a_wrong_result_is_not_timed(script, monkeypatch):
+    monkeypatch.setattr(script, "ragged_prefill_attention", lambda q, *_, **options: q.clone())
+    with pytest.raises(AssertionError):
+        script.main(["--device", "cpu", "--dtype", "float32", "--heads", "4x2x16", "--cases", "5+70"])
 
 
 def test_operations_are_those_of_visible_scores(script):

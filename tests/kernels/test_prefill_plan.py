@@ -1,7 +1,7 @@
 """How prefill chunks are cut into calls, what that is reckoned to cost, and which way each chunk goes."""
 
 import time
-from itertools import product
+from dataclasses import replace
 
 import pytest
 from bladellm_kernels.prefill_costs import (
@@ -15,7 +15,6 @@ from bladellm_kernels.prefill_costs import (
 )
 from bladellm_kernels.prefill_plan import padded_length, plan_chunk, plan_cost
 from bladellm_kernels.prefill_routes import choose_routes, cudnn_cost
-from bladellm_kernels.prefill_sdpa import warm_up_chunks
 from bladellm_kernels.prefill_tiles import Span
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +106,14 @@ def test_large_chunks_go_to_cudnn_and_small_ones_together_to_the_kernel(alone):
     )
 
 
+def test_the_kernel_for_hopper_keeps_chunks_whose_parts_would_have_to_be_merged():
+    hopper = replace(HEADS, hopper=True)
+    for chunk in ((2048, 2048), (2048, 500)):
+        assert choose_routes(step(chunk), hopper, True, False).stored == step(chunk)
+    for chunk in ((8192, 0), (2048, 32768)):
+        assert choose_routes(step(chunk), hopper, True, False).cudnn == step(chunk)
+
+
 chunks = st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 9000)), min_size=1, max_size=5).map(
     lambda pairs: step(*pairs)
 )
@@ -158,11 +165,3 @@ def test_many_chunks_are_routed_at_once():
     begin = time.perf_counter()
     choose_routes(spans, INT8, True, False)
     assert time.perf_counter() - begin < 0.5
-
-
-def test_plans_to_make_at_start_are_those_of_full_chunks():
-    chosen = list(warm_up_chunks(2048, 20000))
-    assert [length for length, start in chosen if not start] == list(range(128, 2049, 128))
-    assert [start for length, start in chosen if start] == list(range(2048, 17953, 2048))
-    assert all(length == 2048 for length, start in chosen if start)
-    assert len(list(product(warm_up_chunks(16384, 0)))) == 64

@@ -1,8 +1,8 @@
-"""Large prefill chunks by a library's attention: their plans, their parts, and the merge, with a plain stand-in."""
+"""Large prefill chunks by a library's attention: their plans and their parts, with a plain stand-in."""
 
 import math
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from bladellm_kernels import prefill_plan, prefill_sdpa
 from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.prefill_merge import State, merge_states
-from bladellm_kernels.prefill_sdpa import attend_chunk, cudnn_attention, empty_queries, warm_up
+from bladellm_kernels.merge_attention import merge_attention
+from bladellm_kernels.prefill_sdpa import State, attend_chunk, cudnn_attention, empty_queries
 from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, ragged_prefill_attention_reference
 
@@ -56,9 +56,9 @@ def small(monkeypatch):
     monkeypatch.setattr(prefill_sdpa, "LENGTH_STEP", 8)
     monkeypatch.setattr(prefill_sdpa, "LONGEST_LEAD", 24)
     monkeypatch.setattr(prefill_sdpa, "MERGED_AT_ONCE", 3)
-    prefill_plan._plans.cache_clear()
+    prefill_plan.plan_chunk.cache_clear()
     yield
-    prefill_plan._plans.cache_clear()
+    prefill_plan.plan_chunk.cache_clear()
 
 
 SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 64)]
@@ -94,7 +94,7 @@ def test_keys_are_read_in_place_and_queries_with_their_neighbours(start, length,
     case, kv, [span] = prefill_case("no_quant", torch.float32, (4, 2, 16), [(start, length)], mapped=True)
     q = empty_queries((length, 4, 16), torch.float32, "cpu") if margin else torch.empty(length, 4, 16)
     if margin:
-        torch.as_strided(q, (24 + length + 1024, 4, 16), q.stride(), 0).fill_(torch.nan)
+        torch.as_strided(q, (24 + length + prefill_sdpa.ROWS_BEHIND, 4, 16), q.stride(), 0).fill_(torch.nan)
     q.copy_(case[2:])
     span = span._replace(first=0)
     kept, library = kv.payload.clone(), StandIn()
@@ -130,7 +130,7 @@ def test_the_buffer_is_bounded(monkeypatch):
     monkeypatch.setattr(prefill_sdpa, "SCRATCH_ELEMENTS", 40 * 2 * 2 * 16)
     merged: list[int] = []
     monkeypatch.setattr(
-        prefill_sdpa, "merge_states", lambda states, *out: merged.append(len(states)) or merge_states(states, *out)
+        prefill_sdpa, "merge_attention", lambda outs, *more: merged.append(len(outs)) or merge_attention(outs, *more)
     )
     library = StandIn()
     attend_chunk(q, kv, span, 0.3, None, library)
@@ -147,27 +147,6 @@ def test_pieces_in_place_keep_within_32_bits():
 
     assert longest(16384) == 65536
     assert longest(81920) == 16384
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_merge_of_parts_is_attention_over_all(device, parts):
-    """Parts of very different weight, in strided tensors, some rows dominated by one part."""
-    q, k, v = (torch.randn(rows, heads, 24, device=device) for rows, heads in ((19, 6), (97, 2), (97, 2)))
-    q[:5] *= 40
-    bounds = torch.linspace(0, 97, parts + 1).int().tolist()
-    states = []
-    for begin, end in pairwise(bounds):
-        out, lse = attention(q, k[begin:end], v[begin:end], False, 0.5)
-        states.append(State(out.transpose(0, 1).contiguous().transpose(0, 1), lse))
-    target = torch.full((19, 12, 24), 7.0, device=device)
-    expected, expected_lse = attention(q, k, v, False, 0.5)
-    merged = merge_states(states, target[:, ::2])
-    assert merged.out.data_ptr() == target.data_ptr()
-    assert (target[:, 1::2] == 7).all()
-    for state in (merged, merge_states(states)):
-        torch.testing.assert_close(state.out, expected, atol=2e-4, rtol=2e-4)
-        torch.testing.assert_close(state.lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
@@ -232,23 +211,10 @@ def test_the_library_gives_attention_and_its_natural_logarithm(marked, causal):
     torch.testing.assert_close(actual.lse, expected.lse, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
-def test_warming_up_runs_nothing(marked):
-    q, kv, [span] = prefill_case("no_quant", torch.bfloat16, (8, 2, 128), [(2048, 1024)], "cuda", mapped=True)
-    kept = kv.payload.clone()
-    warm_up(q, kv, [(1024, 0), (1000, 2000)], 0.1)
-    assert torch.equal(kv.payload.nan_to_num(), kept.nan_to_num())
-    rows = slice(span.first, span.first + span.query_len)
-    stored = kv.payload[span.base_row : span.base_row + 3072].float()
-    expected = attention(q[rows].float(), stored[:, 0], stored[:, 1], True, 0.1, 2048).out
-    assert_close(ragged_prefill_attention(q, kv, [span], 0.1)[rows], expected, torch.bfloat16)
-
-
 def interpreted() -> None:
-    """The kernels of the merge and of dequantizing, interpreted."""
+    """The kernel of dequantizing, interpreted."""
     from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize_reference
     from bladellm_kernels.kv_dequantize_triton import launch as dequantize
-    from bladellm_kernels.prefill_merge_triton import launch as merge
 
     for (name, paged), (first, end) in product([*product(KV_FORMATS, [False]), ("int4", True)], [(0, 39), (13, 14)]):
         _, kv, [other, span] = prefill_case(name, torch.float32, (3, 3, 24), [(2, 5), (20, 19)], paged=paged)
@@ -260,14 +226,6 @@ def interpreted() -> None:
         torch.testing.assert_close(target[1:-1, :, ::2], expected)
         target[1:-1, :, ::2] = 7
         assert (target == 7).all()
-    q, k, v = (torch.randn(rows, heads, 24) for rows, heads in ((19, 3), (50, 1), (50, 1)))
-    states = [attention(q, k[part], v[part], False, 0.5) for part in (slice(0, 1), slice(1, 40), slice(40, 50))]
-    target = torch.full((19, 6, 24), 7.0)
-    lse = merge(states, target[:, ::2])
-    expected, expected_lse = attention(q, k, v, False, 0.5)
-    torch.testing.assert_close(target[:, ::2], expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-    assert (target[:, 1::2] == 7).all()
 
 
 def test_the_kernels_interpreted_give_the_same():

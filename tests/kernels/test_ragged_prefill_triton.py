@@ -145,7 +145,8 @@ def compiled_text(name: str, dtype: torch.dtype, heads: tuple[int, int, int], pa
     with hopper(kernels.ragged_prefill_kernel):
         compiled = kernels.ragged_prefill_kernel.warmup(
             rows, rows, memory, items, numbers, numbers, 0.1, window or 0,
-            FIELDS=9, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, grid=(1,),
+            FIELDS=9, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, grid=(1,), EARLY=True,
+            launch_pdl=True,
         )  # fmt: skip
     return compiled.asm["ptx"]
 

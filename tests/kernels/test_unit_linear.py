@@ -55,8 +55,8 @@ def test_groups_that_cross_parts_do_not_fit():
 
 def every_kernel(device, bits, rows, columns, groups, zeros, dtype, tokens, with_bias) -> None:
     """All kinds of schedules against float64, into a poisoned part of a larger output, from a part of a larger x."""
-    from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens
     from bladellm_kernels.unit_linear import unit_linear
+    from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens
 
     codes, scales, points = layer(rows, columns, groups, bits, zeros, device)
     weight = pack_units(codes, scales, points, bits)
@@ -104,8 +104,8 @@ def test_the_kernels_on_a_gpu(rows, columns, groups, tokens, dtype):
 
 @pytest.mark.gpu
 def test_split_sums_are_the_same_every_time():
-    from bladellm_kernels.unit_schedules import ManyTokens
     from bladellm_kernels.unit_linear import unit_linear
+    from bladellm_kernels.unit_schedules import ManyTokens
 
     weight = pack_units(*layer(256, 8192, 64, 4, True, "cuda"), 4)
     x = torch.randn(24, 8192, device="cuda").bfloat16()

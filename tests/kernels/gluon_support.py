@@ -1,0 +1,176 @@
+"""Run a Gluon kernel in Python, a program after the other, its asynchronous parts as late or as early as they may be.
+
+Layouts mean nothing here. Copies to shared memory happen at once or at the wait that demands them, products of
+matrices likewise: a kernel that reads a buffer before it is filled, or fills one that is still read, gives NaN or other
+numbers in one of the two. Shared memory is NaN at first.
+"""
+
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from triton.runtime.jit import ConstexprFunction, JITFunction
+
+
+@dataclass
+class Pointer:
+    """Elements of a tensor's storage from its first one on."""
+
+    data: torch.Tensor
+    offset: torch.Tensor | int = 0
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.data.dtype)
+
+    def __add__(self, other) -> "Pointer":
+        return Pointer(self.data, self.offset + other)
+
+    def flat(self) -> torch.Tensor:
+        size = self.data.untyped_storage().nbytes() // self.data.element_size() - self.data.storage_offset()
+        return self.data.as_strided((size,), (1,))
+
+    def load(self, mask=None, other=0.0) -> torch.Tensor:
+        offset = torch.as_tensor(self.offset)
+        if mask is None:
+            return self.flat()[offset]
+        mask = mask.expand(offset.shape)
+        return torch.where(mask, self.flat()[torch.where(mask, offset, 0)], torch.tensor(other).to(self.data.dtype))
+
+    def store(self, value, mask=None) -> None:
+        offset = torch.as_tensor(self.offset)
+        mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
+        self.flat()[offset[mask]] = value.expand(offset.shape)[mask].to(self.data.dtype)
+
+
+class Shared:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.shape = data.shape
+
+    def index(self, place) -> "Shared":
+        assert 0 <= int(place) < self.shape[0]
+        return Shared(self.data[int(place)])
+
+    def permute(self, order) -> "Shared":
+        return Shared(self.data.permute(order))
+
+    def store(self, value) -> None:
+        self.data.copy_(value)
+
+
+class Later:
+    """Work in order, done at once or when a wait leaves fewer outstanding."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+        self.work: list[Callable[[], None]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        if self.late:
+            self.work.append(work)
+        else:
+            work()
+            self.work.append(lambda: None)
+
+    def wait(self, outstanding: int) -> None:
+        while len(self.work) > outstanding:
+            self.work.pop(0)()
+
+
+class Machine:
+    """The names that a kernel uses, for one program; copies late and products early, or the other way round."""
+
+    def __init__(self, program: int, late_copies: bool) -> None:
+        self.program = program
+        self.copies, self.products = Later(late_copies), Later(not late_copies)
+        self.group: list[Callable[[], None]] = []
+        self.late_copies = late_copies
+
+    def copy(self, buffer: Shared, pointer: Pointer, mask=None) -> None:
+        def work() -> None:
+            buffer.data.copy_(pointer.load(mask))
+
+        if self.late_copies:
+            self.group.append(work)
+        else:
+            work()
+
+    def commit(self) -> None:
+        group, self.group = self.group, []
+        self.copies.add(lambda: [work() for work in group])
+
+    def multiply(self, a, b: Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
+        assert is_async
+        result = torch.full(acc.shape, math.nan)
+
+        def work() -> None:
+            left = a.data if isinstance(a, Shared) else a
+            product = left.float() @ b.data.float()
+            result.copy_(acc + product if use_acc else product)
+
+        self.products.add(work)
+        return result
+
+    def wait_products(self, num_outstanding: int, deps) -> torch.Tensor:
+        self.products.wait(num_outstanding)
+        return deps[0].clone()
+
+    def names(self) -> dict[str, object]:
+        anything = types.SimpleNamespace
+        gl = anything(
+            int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            program_id=lambda axis: torch.tensor(self.program),
+            arange=lambda first, last, layout: torch.arange(first, last),
+            load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
+            store=lambda pointer, value, mask=None: pointer.store(value, mask),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            where=lambda condition, x, y: torch.where(condition, x, y),
+            maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
+            minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
+            max=lambda value, axis: value.amax(axis),
+            sum=lambda value, axis: value.sum(axis),
+            exp2=torch.exp2, log2=torch.log2, static_range=range,
+            convert_layout=lambda value, layout: value,
+            thread_barrier=lambda: None,
+            allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(shape, math.nan, dtype=dtype)),
+            inline_asm_elementwise=lambda text, constraints, values, **options: values[0],
+            constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
+            **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"), _nothing),
+            NVMMASharedLayout=anything(get_default_for=_nothing),
+        )  # fmt: skip
+        return {
+            "gl": gl,
+            "async_copy": anything(
+                async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.copies.wait
+            ),
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.wait_products,
+            "fence_async_shared": lambda: None,
+            "let_next_start": lambda early: None,
+            "wait_for_inputs": lambda early: None,
+        }
+
+
+def _nothing(*arguments, **options) -> None:
+    """A layout."""
+
+
+def run_program(kernel, program: int, late_copies: bool, *arguments, **constants) -> None:
+    """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
+    machine = Machine(program, late_copies)
+    names = dict(kernel.fn.__globals__)
+    for name, value in list(names.items()):
+        if isinstance(value, JITFunction):
+            names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+        elif isinstance(value, ConstexprFunction):
+            names[name] = _nothing
+    names.update(machine.names())
+    given = [Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+    types.FunctionType(kernel.fn.__code__, names)(*given, **constants)
+    assert not machine.group
