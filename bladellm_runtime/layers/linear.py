@@ -21,15 +21,17 @@ class LinearLayer(Protocol):
 
 
 class Linear:
-    """`x · weightᵀ + bias`: x [T, in], weight [out, in], bias [out] or None, all of one type. Returns [T, out]."""
+    """`x · weightᵀ + bias`: x [T, in], weight [out, in], bias [out] or None, all of one type. Returns [T, out], or
+    writes to `out`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
         self.bytes = sum(part.nbytes for part in (weight, bias) if part is not None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias) if x.is_cpu else linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        plain = x.is_cpu and out is None
+        return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
 
 class StackedLinear:

@@ -95,5 +95,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab], in `out` if given."""
-        return widen(self.head(hidden), out=out)
+        """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab], or in `out` of float32 or the model's type."""
+        if out is None or out.dtype == torch.float32:
+            return widen(self.head(hidden), out=out)
+        return self.head(hidden, out=out) if isinstance(self.head, Linear) else out.copy_(self.head(hidden))

@@ -132,6 +132,9 @@ def _by_torch(
     out: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
+    if out is not None and residual is None:
+        turned = weight.t()
+        return torch.mm(x, turned, out=out) if bias is None else torch.addmm(bias, x, turned, out=out)
     y = F.linear(x, weight, bias)
     y = y if residual is None else y.add_(residual)
     return y if out is None else out.copy_(y)
