@@ -22,6 +22,7 @@ from bladellm_runtime.engine.kernel_record import (
     Description,
     cache_hash,
     describe,
+    make_hashes_reproducible,
     options,
     read_record,
     record_path,
@@ -42,6 +43,7 @@ def compile_ahead(args: EngineArgs, folder: Path, device: torch.device) -> "Comp
         return Compiling()
     from triton.runtime import driver
 
+    make_hashes_reproducible()
     KERNEL_COMPILES.watch()
     return start_compiling(read_record(record_path(args, folder, device)), driver.active.get_current_target())
 
@@ -104,6 +106,7 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaLauncher
 
+    make_hashes_reproducible()
     order = json.load(sys.stdin)
     for kernel in order["kernels"]:
         try:

@@ -5,6 +5,7 @@ its result, so that a new version of its source is compiled ahead like the old o
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -73,7 +74,10 @@ def describe(src: Any, metadata: dict[str, Any]) -> Description | None:
         "options": {field.name: metadata[field.name] for field in dataclasses.fields(CUDAOptions)},
     }
     try:
-        same = cache_hash(json.loads(json.dumps(described)), metadata["target"]) == metadata["hash"]
+        restored = json.loads(json.dumps(described))
+        # Sources of different languages may have one hash, and what is compiled ahead is found by the hash alone.
+        same = type(source(restored)) is type(src)
+        same = same and cache_hash(restored, metadata["target"]) == metadata["hash"]
     except Exception as error:  # whatever a kernel of a new kind does here, it is compiled in its turn
         logger.debug("kernel %s is not listed: %s", src.name, error)
         return None
@@ -81,11 +85,14 @@ def describe(src: Any, metadata: dict[str, Any]) -> Description | None:
 
 
 def source(kernel: Description) -> Any:
-    """triton's `ASTSource` of a description. Raises whatever importing a function or an outdated description does."""
+    """What triton compiles a description from. Raises whatever importing a function or an outdated description does."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-    return ASTSource(
-        _load(kernel["function"]),
+    function = _load(kernel["function"])
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    return kind(
+        function,
         {name: _decode(kind) for name, kind in kernel["signature"].items()},
         {tuple(path): _decode(value) for path, value in kernel["constants"]},
         {tuple(path): value for path, value in kernel["attributes"]},
@@ -95,6 +102,27 @@ def source(kernel: Description) -> Any:
 def options(kernel: Description) -> dict[str, Any]:
     """triton's compile options of a description."""
     return {name: _tuples(value) for name, value in kernel["options"].items()}
+
+
+def make_hashes_reproducible() -> None:
+    """Make triton's hash of a function the same in every process; to be called before triton hashes any.
+
+    In triton 3.6 the global constants of a function that a kernel calls count in the kernel's hash only where that
+    function happens to have been hashed before, so that the order of the first launches decides what is found in the
+    cache on disk. Here functions that are called are always hashed first.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    update = DependenciesFinder._update_hash
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def update_callee_first(self: Any, function: Any) -> None:
+        _ = function.cache_key
+        update(self, function)
+
+    DependenciesFinder._update_hash = update_callee_first
 
 
 def cache_hash(kernel: Description, target: Any) -> str:
