@@ -59,10 +59,16 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
         *table([*memory, ("total", gib(sum(size for _, size in ready.memory)))]),
         f"KV cache of {ready.kv_tokens:,} tokens: {concurrency:.1f} requests at the full {ready.max_model_len:,}",
         "start",
-        *table([(phase, f"{spent:.2f} s") for phase, spent in phases]),
+        *table([(phase + _rate(phase, spent, ready), f"{spent:.2f} s") for phase, spent in phases]),
         f"serving at {styled(url, BOLD, sys.stdout)}",
         curl_line(url, name, bool(args.api_key or args.api_key_file)),
     ]
+
+
+def _rate(phase: str, seconds: float, ready: EngineReady) -> str:
+    """How fast the weights came, beside the name of their phase; nothing for other phases."""
+    size = dict(ready.memory).get("weights", 0) if phase == "load weights" else 0
+    return f", {size / seconds / 1e9:.1f} GB/s" if size and seconds else ""
 
 
 def table_left(rows: list[tuple[str, str]]) -> list[str]:

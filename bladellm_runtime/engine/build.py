@@ -15,14 +15,17 @@ from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
 from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine.compile_kernels import compile_ahead, keep_kernel_list
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
 from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
+from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import graph_sizes
+from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena, KvShape
@@ -32,10 +35,9 @@ from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.loading import load_model
-from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineReady
+from bladellm_runtime.wire.messages import EngineReady
 
 SWITCH_SECONDS = 1e-4
 """How soon a thread that steps gives way to the one that maps memory. With Python's 5 ms a mapping call that takes
@@ -67,6 +69,7 @@ class Engine:
     arena: KvArena
 
 
+@KERNEL_COMPILES.expected()
 def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     """Load the model and make an engine of it. Raises `UserError` for anything the user can mend.
 
@@ -76,16 +79,21 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     with times.phase("find model"):
         folder = resolve_model(args.model)
         spec = read_model_spec(folder)
+    with times.phase("open device"):
         device = pick_device(args.device)
+        torch.empty(1, device=device)  # the first tensor makes a GPU's context, which takes a second
         if device.type == "cpu":
             use_threads(args.cpu_threads)
         dtype = pick_dtype(args.dtype, spec.dtype, device)
         max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
         shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
         rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
+        compiling = compile_ahead(args, folder, device)
     with times.phase("load weights"):
         model = load_model(folder, spec, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed)
     table.add("weights", model.weight_bytes)
+    with times.phase("compile kernels"):
+        compiling.wait()
     with times.phase("allocate memory"):
         sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
         table.add("sampling state", sampling.bytes)
@@ -101,7 +109,8 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
-        warm_up(core, limits)
+        warm_up(core, limits, thorough=device.type == "cuda")
+    keep_kernel_list(args, folder, device)
     kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)
 
@@ -180,17 +189,6 @@ def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> S
         eos_token_ids=frozenset(spec.eos_token_ids),
         vocab_size=spec.vocab_size,
     )
-
-
-def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
-    """Run one short request, so that the first user does not pay for first-call initialisation."""
-    length = min(16, limits.max_model_len - 4)
-    params = SamplingParams(max_tokens=3, seed=0, ignore_eos=True)
-    core.add(AddRequest(request_id=-1, prompt=[0] * length, params=params, choice=0, arrival=0.0))
-    while not core.idle:
-        core.step()
-    core.reset_prompt_cache()
-    core.reset_counters()
 
 
 def describe_kv(args: EngineArgs, shape: KvShape, kv_spec: KvSpec, device: torch.device, rotated: bool) -> str:

@@ -17,6 +17,7 @@ from bladellm_runtime.engine.captured_sampling import captured_sampling
 from bladellm_runtime.engine.cuda_capture import Capture
 from bladellm_runtime.engine.host_ring import HostRing
 from bladellm_runtime.engine.inputs import SlotTokens, build_inputs
+from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
 from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -169,11 +170,12 @@ class ModelRunner:
         step.done = self._copies.record_event() if self._arena.join_moves(self._copies) else buffer.copied
 
     def add_stats(self, stats: EngineStats) -> None:
-        """Fill in what mapping KV memory took."""
+        """Fill in what mapping KV memory took, and the kernels that had to be compiled in the middle of a step."""
         memory = self._arena.stats
         stats.kv_maps = memory.maps
         stats.kv_map_p99 = memory.map_p99()
         stats.kv_map_wait = memory.wait_seconds
+        stats.kernel_compiles_after_ready = KERNEL_COMPILES.late
 
     def close(self) -> None:
         """Finish the work in flight and give the memory of graphs and of the KV cache back."""

@@ -35,6 +35,7 @@ class WeightBuilder:
                 weights.linears[layer] = self._linear(parts, table.get(f"{layer}.bias"))
             elif not name.endswith(".bias"):
                 weights.tensors[name] = self._plain(parts)
+        self._source.finish()
         return weights
 
     def _linear(self, parts: Sequence[Part], bias_parts: Sequence[Part] | None) -> LinearLayer:

@@ -13,6 +13,7 @@ from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.folder import file_in, read_json
 from bladellm_runtime.models.quantized import Expected, Schemes, expected_tensors, find_schemes
+from bladellm_runtime.models.ranges import FileRange, read_ranges
 from bladellm_runtime.models.weights import WeightTable, is_harmless
 
 SINGLE_FILE = "model.safetensors"
@@ -29,6 +30,7 @@ class Checkpoint:
         self._handles = handles
         self.files = files
         self.index = index
+        self._ranges: dict[str, FileRange] = {}
 
     def check(self, table: WeightTable, spec: ModelSpec) -> Schemes:
         """The schemes of the linear layers that are quantized.
@@ -52,6 +54,12 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.files[key]}: {key} cannot be read: {error}") from error
         return tensor
+
+    def locate(self, key: str) -> FileRange:
+        """Where one tensor lies in its file."""
+        if key not in self._ranges:
+            self._ranges |= read_ranges(self.files[key])
+        return self._ranges[key]
 
     def _refuse_extra(self, keys: list[str], spec: ModelSpec, schemes: Schemes) -> None:
         """Refuse tensors outside the table, but for those that change nothing."""

@@ -13,6 +13,8 @@ from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.sources import CheckpointSource, DummySource, Source
+from bladellm_runtime.models.stream import TensorStream
+from bladellm_runtime.models.streamed import AHEAD_BYTES, StreamedSource
 from bladellm_runtime.models.weights import WeightTable, weight_table
 
 GIB = 1024**3
@@ -29,8 +31,9 @@ def load_model(
 ) -> Decoder:
     """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
-    Peak memory is the model and one fused parameter. Raises `CheckpointError`, naming file and key, before anything is
-    allocated when the folder does not hold exactly the tensors of its config.
+    Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
+    buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
+    before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     table = weight_table(spec)
     if load_format == "dummy":
@@ -41,7 +44,12 @@ def load_model(
         return _build(folder, spec, table, schemes, DummySource(table, seed, scale_dtype), device, dtype)
     with open_checkpoint(folder) as checkpoint:
         schemes = checkpoint.check(table, spec)
-        return _build(folder, spec, table, schemes, CheckpointSource(checkpoint, spec.quantization), device, dtype)
+        if device.type == "cpu":
+            source = CheckpointSource(checkpoint, spec.quantization)
+            return _build(folder, spec, table, schemes, source, device, dtype)
+        with TensorStream(device) as stream:
+            source = StreamedSource(checkpoint, spec.quantization, stream, table, schemes)
+            return _build(folder, spec, table, schemes, source, device, dtype)
 
 
 def _build(
@@ -53,10 +61,12 @@ def _build(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Decoder:
-    _check_memory(folder, weight_bytes(table, schemes, dtype, device) + loading_bytes(table, schemes), device, dtype)
+    loading = loading_bytes(table, schemes) + (AHEAD_BYTES if schemes and device.type == "cuda" else 0)
+    _check_memory(folder, weight_bytes(table, schemes, dtype, device) + loading, device, dtype)
     weights = WeightBuilder(source, schemes, device, dtype).build(table)
-    if schemes and device.type == "cuda":
-        torch.cuda.empty_cache()  # what held unpacked weights is free memory again, which the KV cache is sized by
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
     return Decoder(spec, weights)
 
 

@@ -22,7 +22,10 @@ class Source(Protocol):
     """Gives values part by part."""
 
     def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Fill a plain parameter, its parts one below the other."""
+        """Fill a plain parameter, its parts one below the other; the values may arrive as late as `finish`."""
+
+    def finish(self) -> None:
+        """Return when what the device is given to do from now on finds every parameter filled."""
 
     def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
         """The weight of a quantized linear layer on `device`. Raises `CheckpointError` for bad values."""
@@ -40,23 +43,30 @@ class CheckpointSource:
         for rows, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
             rows.copy_(self._checkpoint.read(part.key))
 
+    def finish(self) -> None:
+        """Nothing is under way."""
+
     def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
         """Move the stored tensors, which are small, then unpack them on the device."""
-        assert self._quantization is not None, "schemes exist only where config.json has a quantization_config"
         rows, columns = part.shape
-        keys = {
-            stored.suffix: f"{part.module}.{stored.suffix}"
-            for stored in self._quantization.tensors(scheme, rows, columns)
-        }
-        files = self._checkpoint.files
-        tensors = {
+        tensors = self._stored(part, scheme, device)
+        try:
+            return self._format.unpack(scheme, rows, columns, tensors)
+        except CheckpointError as error:
+            file = self._checkpoint.files[f"{part.module}.{next(iter(tensors))}"]
+            raise CheckpointError(f"{file}: {part.module}.{error}") from error
+
+    @property
+    def _format(self) -> CheckpointFormat:
+        assert self._quantization is not None, "schemes exist only where config.json has a quantization_config"
+        return self._quantization
+
+    def _stored(self, part: Part, scheme: Scheme, device: torch.device) -> dict[str, torch.Tensor]:
+        """The stored tensors of a quantized layer on `device`, by suffix."""
+        keys, files = stored_keys(self._format, part, scheme), self._checkpoint.files
+        return {
             suffix: self._checkpoint.read(key).to(device, copy=True) for suffix, key in keys.items() if key in files
         }
-        try:
-            return self._quantization.unpack(scheme, rows, columns, tensors)
-        except CheckpointError as error:
-            file = next(files[keys[suffix]] for suffix in tensors)
-            raise CheckpointError(f"{file}: {part.module}.{error}") from error
 
 
 class DummySource:
@@ -78,6 +88,9 @@ class DummySource:
             generator = self._generator(key, parameter.device)
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
 
+    def finish(self) -> None:
+        """Nothing is under way but on the current stream."""
+
     def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
         generator = self._generator(part.key, device)
         rows, columns = part.shape
@@ -91,6 +104,13 @@ class DummySource:
 
     def _generator(self, key: str, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed((self._seed + self._numbers[key]) % 2**63)
+
+
+def stored_keys(quantization: CheckpointFormat, part: Part, scheme: Scheme) -> dict[str, str]:
+    """The keys of the tensors that a quantized layer is stored in, by suffix, optional ones included."""
+    rows, columns = part.shape
+    stored = quantization.tensors(scheme, rows, columns)
+    return {tensor.suffix: f"{part.module}.{tensor.suffix}" for tensor in stored}
 
 
 def random_codes(scheme: Scheme, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, float]:

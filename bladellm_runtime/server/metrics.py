@@ -130,6 +130,7 @@ class _Readings(Collector):
             "engine_step_seconds": stats.step_seconds,
             "kv_maps": stats.kv_maps,
             "kv_map_wait_seconds": stats.kv_map_wait,
+            "kernel_compiles_after_ready": stats.kernel_compiles_after_ready,
             "client_disconnects": self._metrics.disconnects,
         }
         for name, value in values.items():
@@ -180,6 +181,7 @@ HELP = {
     "engine_step_seconds": "Seconds the engine has spent in steps.",
     "kv_maps": "Calls that mapped memory of the KV cache.",
     "kv_map_wait_seconds": "Seconds that steps have waited for memory to be mapped.",
+    "kernel_compiles_after_ready": "Kernels compiled since the engine was ready; each delayed a step.",
     "client_disconnects": "Requests whose client went away before the end of its answer.",
     "request_success": "Requests that ended, by finish reason.",
     "requests_rejected": "Requests that were refused before they ran, by reason.",

@@ -66,6 +66,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     saved by sharing (users of a granule beyond its first, summed). `kv_tokens_unused`: tokens for which live requests
     hold room they have not written to, the internal waste. `kv_maps` counts mapping calls, `kv_map_p99` is the 99th
     percentile of their recent durations and `kv_map_wait` how long steps waited for them, in seconds.
+    `kernel_compiles_after_ready`: kernels compiled, or loaded from a cache on disk, that the start should have seen to.
     """
 
     time: float = 0.0
@@ -88,6 +89,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_maps: int = 0
     kv_map_p99: float = 0.0
     kv_map_wait: float = 0.0
+    kernel_compiles_after_ready: int = 0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):

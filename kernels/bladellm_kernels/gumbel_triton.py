@@ -22,7 +22,7 @@ _UNIT = tl.constexpr(2.0**-31)
 _HALF_UNIT = tl.constexpr(2.0**-32)
 _LOG_2 = tl.constexpr(0.6931471805599453)
 _ULP = tl.constexpr(2.0**-23)
-_SLACK = tl.constexpr(1e-3)
+_ROUNDING_SLACK = tl.constexpr(1e-3)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,7 +56,7 @@ def noisy_bound(logits: tl.tensor, negative: tl.tensor) -> tl.tensor:
     With u = 2^e (1 + f): -log1p(-u) >= u, and log2(u) >= e + f, which are the bits of u as a number.
     """
     bits = (-negative).to(tl.int32, bitcast=True).to(tl.float32)
-    return logits + ((127.0 - bits * _ULP) * _LOG_2 + _SLACK)
+    return logits + ((127.0 - bits * _ULP) * _LOG_2 + _ROUNDING_SLACK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -185,6 +185,7 @@ READINGS = {
     "prompt_tokens_cached_total": "cached_tokens",
     "kv_maps_total": "kv_maps",
     "kv_map_wait_seconds_total": "kv_map_wait",
+    "kernel_compiles_after_ready_total": "kernel_compiles_after_ready",
 }
 """Sample names and the readings they show."""
 

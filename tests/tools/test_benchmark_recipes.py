@@ -1,6 +1,7 @@
 """The recipes that measure the engine run, and the soak finds nothing left behind."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -69,3 +70,29 @@ def test_kernels_that_overlap_are_busy_once(monkeypatch):
     spans = [(40.0, 50.0), (0.0, 10.0), (5.0, 8.0), (8.0, 20.0)]
     kernels = [SimpleNamespace(time_range=SimpleNamespace(start=start, end=end)) for start, end in spans]
     assert busy_share(kernels) == pytest.approx(30 / 50)
+
+
+def test_starts_are_measured(tmp_path):
+    """On the demo's shape, in shards that are written for it; what is there stays."""
+    shutil.copy(ROOT / DEMO / "config.json", tmp_path)
+    command = [
+        sys.executable,
+        "recipes/benchmarks/start_up.py",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--shard_gb",
+        "0.002",
+    ]
+    rest = ("--starts", "first", "dummy", "--lengths", "1", "40", "--options", "kv_cache_gib=0.01", "max_model_len=64")
+    done = subprocess.run(
+        [*command, *rest, "--json", str(tmp_path / "found.json")], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("model-*.safetensors"))) == 3
+    found = json.loads((tmp_path / "found.json").read_text())
+    for row in found.values():
+        phases = dict(row["phases"])
+        assert {"load weights", "compile kernels", "warm up"} <= phases.keys()
+        assert 0 < sum(phases.values()) + row["imports"] <= row["ready"] + 0.1
+        assert row["late"] == []

@@ -50,7 +50,7 @@ def test_banner() -> None:
         assert words in text
     seconds = [line.rsplit(None, 2) for line in lines if line.endswith(" s")]
     assert [(name.strip(), value) for name, value, _ in seconds] == [
-        ("load weights", "2.50"),
+        ("load weights, 6.4 GB/s", "2.50"),
         ("warm up", "0.25"),
         ("processes, imports", "1.25"),
         ("total", "4.00"),

@@ -1,0 +1,59 @@
+"""Requests that run before ready, so that no user's is the first to need a kernel, a plan or a buffer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.wire.messages import AddRequest
+
+ANSWER = 3
+GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0.0, seed=0, ignore_eos=True)
+LENGTHS = (1, 2, 16, 37, 64, 129, 300, 1024)
+"""Single tokens, and lengths that triton compiles apart, divisible by 16 or not, beside the sizes of tiles."""
+WAYS = (
+    replace(GREEDY, temperature=1.0),
+    replace(GREEDY, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+    replace(GREEDY, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+    replace(GREEDY, logit_bias={0: 1.0}, min_tokens=1, ignore_eos=False),
+    replace(GREEDY, logprobs=0, prompt_logprobs=0),
+    replace(GREEDY, logprobs=5, prompt_logprobs=5),
+)
+"""Every way of sampling that has work of its own."""
+
+Group = list[tuple[int, SamplingParams]]
+"""Prompt lengths and parameters of requests that run together."""
+
+
+def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool) -> None:
+    """Run a short request; if `thorough`, steps of every kind. Leaves no trace in counters and prompt cache."""
+    first = 0
+    for group in thorough_groups(limits) if thorough else [[(16, GREEDY)]]:
+        for request in _requests(group, limits, first):
+            core.add(request)
+        first += len(group)
+        while not core.idle:
+            core.step()
+    core.reset_prompt_cache()
+    core.reset_counters()
+
+
+def thorough_groups(limits: SchedulerLimits) -> list[Group]:
+    """Prompts of every kind of length alone, one of two chunks, all ways of sampling alone and side by side."""
+    chunk = min(limits.prefill_chunk_tokens, limits.max_batch_tokens)
+    lengths = sorted({*LENGTHS, chunk, chunk + 21})
+    return [
+        *([(length, GREEDY)] for length in lengths),
+        *([(5, way)] for way in WAYS),
+        [(5 + index, way) for index, way in enumerate((GREEDY, *WAYS))],
+        [(length, GREEDY) for length in (chunk + 21, 40, 3, 1)],
+    ]
+
+
+def _requests(group: Sequence[tuple[int, SamplingParams]], limits: SchedulerLimits, first: int) -> Iterator[AddRequest]:
+    """Requests of the group, with prompts that no other request's begins with, as long as the model allows."""
+    longest = limits.max_model_len - ANSWER - 1
+    for number, (length, params) in enumerate(group, first):
+        prompt = [(number + place) % limits.vocab_size for place in range(max(1, min(length, longest)))]
+        yield AddRequest(request_id=-1 - number, prompt=prompt, params=params, choice=0, arrival=0.0)

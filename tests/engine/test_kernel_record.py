@@ -1,0 +1,125 @@
+"""The list of kernels a start needed: read back it compiles to the same files, by processes that have no GPU."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.compile_kernels import Compiling, is_cached, start_compiling
+from bladellm_runtime.engine.kernel_record import read_record, record_path, write_record
+
+HOPPER = GPUTarget("cuda", 90, 32)
+START = """
+import sys
+from pathlib import Path
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from bladellm_kernels.merge_attention_triton import merge_parts
+from bladellm_kernels.kv_dequantize_triton import launch
+from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
+from bladellm_runtime.engine.kernel_record import describe, write_record
+from tests.kernels.decode_support import decode_case
+
+class Hopper:
+    get_current_device = get_current_stream = lambda *given: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver._active = Hopper()
+run = JITFunction.run
+JITFunction.run = lambda self, *given, grid, warmup, **more: run(self, *given, grid=grid, warmup=True, **more)
+KERNEL_COMPILES.watch()
+with KERNEL_COMPILES.expected():
+    for heads in (2, 3):
+        merge_parts([torch.randn(5, heads, 64)] * heads, [torch.randn(5, heads)] * heads, torch.empty(5, heads, 64))
+    kv = decode_case("int8", torch.bfloat16, (2, 1, 64), [40]).kv
+    launch(kv, ((0, 0, 0, 40),), torch.empty(40, 2, 1, 64, dtype=torch.bfloat16))
+described = [describe(*seen) for seen in KERNEL_COMPILES.seen]
+assert None not in described
+write_record(Path(sys.argv[1]), described)
+print(KERNEL_COMPILES.compiled, KERNEL_COMPILES.loaded)
+"""
+
+
+def run_start(cache: Path, record: Path) -> list[int]:
+    """Kernels compiled and loaded by a start on a machine whose triton cache is `cache`."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", START, record], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+def test_a_second_machine_compiles_the_list_ahead(tmp_path, monkeypatch):
+    record, cache = tmp_path / "list.json", tmp_path / "second"
+    count, loaded = run_start(tmp_path / "first", record)
+    kernels = read_record(record)
+    assert (len(kernels), loaded) == (count, 0)
+    assert count == 3
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    assert not any(is_cached(kernel, HOPPER) for kernel in kernels)
+    compiling = start_compiling(kernels, HOPPER)
+    assert compiling.kernels == count
+    compiling.wait()
+    assert all(is_cached(kernel, HOPPER) for kernel in kernels)
+    assert start_compiling(kernels, HOPPER).kernels == 0
+    assert run_start(cache, tmp_path / "again.json") == [0, count]
+    assert read_record(tmp_path / "again.json") == kernels
+
+
+def test_what_is_no_kernel_of_ours_is_left_alone(caplog):
+    """Lists that are out of date, or made to run something else."""
+    kernels = [
+        {"function": name, "signature": {}, "constants": [], "attributes": [], "options": {}}
+        for name in ("os:system", "bladellm_kernels.gone:kernel", "bladellm_kernels.merge_attention_triton:gone")
+    ]
+    assert start_compiling([*kernels, {}, {"function": 5}], HOPPER).kernels == 0
+
+
+def test_a_process_that_fails_is_told_and_harmless(caplog):
+    processes = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (0, 3, 1)]
+    Compiling(5, processes).wait()
+    assert "2 of 3 processes" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[", "\xff", None])
+def test_an_unusable_list_is_none(tmp_path, text):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    assert read_record(path) == []
+
+
+def test_a_list_is_written_whole_and_once(tmp_path):
+    path = tmp_path / "deep" / "folder" / "a.json"
+    kernels = [{"function": f"k{index}"} for index in range(9)]
+    write_record(path, random.sample(kernels * 2, 18))
+    assert sorted(kernel["function"] for kernel in read_record(path)) == [kernel["function"] for kernel in kernels]
+    assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+    (tmp_path / "file").write_text("")
+    write_record(tmp_path / "file" / "a.json", kernels)
+
+
+def test_a_list_belongs_to_a_config_and_options(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    cpu = torch.device("cpu")
+
+    def path(folder="a", **options):
+        return record_path(EngineArgs(model=folder, **options), tmp_path / folder, cpu, tmp_path)
+
+    assert path() == path("b", load_format="dummy", dummy_seed=3)
+    assert path() != path(kv_cache_quant="int8")
+    (tmp_path / "b" / "config.json").write_text(json.dumps({"hidden_size": 65}))
+    assert path() != path("b")

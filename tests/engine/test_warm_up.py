@@ -1,0 +1,55 @@
+"""The requests before ready run in every engine, however small, and leave nothing behind."""
+
+import random
+
+import pytest
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.build import build_engine
+from bladellm_runtime.engine.warm_up import ANSWER, LENGTHS, thorough_groups, warm_up
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+
+
+def limits_of(engine, batch_tokens: int, chunk: int) -> SchedulerLimits:
+    ready = engine.ready
+    return SchedulerLimits(batch_tokens, chunk, ready.max_model_len, frozenset(ready.eos_token_ids), ready.vocab_size)
+
+
+@pytest.mark.parametrize(("length", "batch_tokens", "chunk"), [(8, 1, None), (40, 64, 16), (2048, 512, 100)])
+def test_every_kind_of_step_runs_and_leaves_nothing(demo_model, monkeypatch, length, batch_tokens, chunk):
+    engine = build_engine(
+        EngineArgs(
+            model=str(demo_model), device="cpu", kv_cache_gib=0.05, max_model_len=length, max_running_requests=3,
+            ragged_flash_max_batch_tokens=batch_tokens, prefill_chunk_tokens=chunk,
+        )
+    )  # fmt: skip
+    core, prompts, finished = engine.core, [], []
+    add, step = core.add, core.step
+
+    def watched():
+        deltas = step()
+        finished.extend(delta.finish for delta in deltas if delta.finish)
+        return deltas
+
+    monkeypatch.setattr(core, "add", lambda request: (prompts.append(request.prompt), add(request))[1])
+    monkeypatch.setattr(core, "step", watched)
+    limits = limits_of(engine, batch_tokens, chunk or batch_tokens)
+    warm_up(core, limits, thorough=True)
+    count = sum(map(len, thorough_groups(limits)))
+    assert len(prompts) == len(finished) == count
+    assert set(finished) == {"length"}
+    assert max(map(len, prompts)) == min(length - ANSWER - 1, max(*LENGTHS, (chunk or batch_tokens) + 21))
+    stats = core.stats(0.0)
+    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens) == (0, 0, 0, 0)
+    assert (stats.kv_granules_used, stats.kv_granules_cached, stats.running, stats.waiting) == (0, 0, 0, 0)
+    core.close()
+
+
+def test_lengths_are_of_every_kind():
+    chunk = random.randint(17, 5000)
+    limits = SchedulerLimits(random.choice([chunk, 9000]), chunk, 10**6, frozenset(), 50)
+    lengths = {length for group in thorough_groups(limits) for length, _ in group}
+    assert {1, chunk} <= lengths
+    assert any(length % 16 == 0 for length in lengths)
+    assert any(length > 64 and length % 16 for length in lengths)
+    assert max(lengths) > chunk

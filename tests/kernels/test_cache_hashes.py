@@ -1,0 +1,52 @@
+"""A kernel compiled once is found in triton's cache by every later process."""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+
+import bladellm_kernels
+from triton.runtime.jit import JITFunction
+
+HASHES = """
+import random
+from bladellm_runtime.engine.kernel_record import make_hashes_reproducible
+from tests.kernels.test_cache_hashes import our_functions
+
+make_hashes_reproducible()
+make_hashes_reproducible()
+functions = our_functions()
+names = list(functions)
+random.Random({seed}).shuffle(names)
+hashes = {{name: functions[name].cache_key for name in names}}
+print("\\n".join(f"{{name}} {{hashes[name]}}" for name in sorted(names)))
+"""
+
+
+def our_functions() -> dict[str, JITFunction]:
+    """Every function of the kernels package that triton compiles, by module and name."""
+    functions = {}
+    for module in pkgutil.iter_modules(bladellm_kernels.__path__, "bladellm_kernels."):
+        for thing in vars(importlib.import_module(module.name)).values():
+            if isinstance(thing, JITFunction):
+                functions[f"{thing.__module__}:{thing.__qualname__}"] = thing
+    return functions
+
+
+def test_hashes_depend_neither_on_order_nor_on_addresses():
+    """Triton sorts constants of one name by address: those that one kernel reaches must be equal."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", HASHES.format(seed=seed)], env=environment, capture_output=True, check=True
+        ).stdout
+        for seed in range(2)
+    }
+    assert len(texts) == 1
+    assert len(texts.pop().splitlines()) > 50
+    for name, function in our_functions().items():
+        assert function.cache_key
+        values: dict[str, str] = {}
+        for (constant, _), (value, _) in function.used_global_vals.items():
+            assert values.setdefault(constant, str(value)) == str(value), f"{name} reaches two different {constant}"
