@@ -8,6 +8,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Gemv:
+    """`gemv_units_kernel`: programs of `rows` outputs (16 or more), their `warps` along K, each `steps` steps a round.
+
+    registers: most of a thread, so that enough programs fit an SM; None leaves it to the compiler.
+    """
+
+    rows: int
+    warps: int
+    steps: int
+    registers: int | None = None
+    tokens: int = 8
+
+
+@dataclass(frozen=True, slots=True)
 class FewTokens:
     """`few_tokens_kernel`: programs of `rows` outputs (16, 32 or 64), their `warps` along K, for up to `tokens`.
 
@@ -45,7 +59,7 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = FewTokens | ManyTokens | Dense
+Schedule = Gemv | FewTokens | ManyTokens | Dense
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 
@@ -123,7 +124,8 @@ class Machine:
     def names(self) -> dict[str, object]:
         anything = types.SimpleNamespace
         gl = anything(
-            int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            int16=torch.int16, int32=torch.int32, int64=torch.int64,
+            float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
             program_id=lambda axis: torch.tensor(self.program),
             arange=lambda first, last, layout: torch.arange(first, last),
             load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
@@ -135,13 +137,15 @@ class Machine:
             minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
             max=lambda value, axis: value.amax(axis),
             sum=lambda value, axis: value.sum(axis),
+            reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
             exp2=torch.exp2, log2=torch.log2, static_range=range,
             convert_layout=lambda value, layout: value,
             thread_barrier=lambda: None,
             allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(shape, math.nan, dtype=dtype)),
             inline_asm_elementwise=lambda text, constraints, values, **options: values[0],
             constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
-            **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"), _nothing),
+            **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
+                             "DistributedLinearLayout"), _nothing),
             NVMMASharedLayout=anything(get_default_for=_nothing),
         )  # fmt: skip
         return {
@@ -149,6 +153,7 @@ class Machine:
             "async_copy": anything(
                 async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.copies.wait
             ),
+            "mma_v2": lambda a, b, acc: acc + a.float() @ b.float(),
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_products,
             "fence_async_shared": lambda: None,
@@ -161,6 +166,13 @@ def _nothing(*arguments, **options) -> None:
     """A layout."""
 
 
+def _pointers(value: object) -> object:
+    """Pointers for tensors, those of a named tuple too."""
+    if isinstance(value, tuple):
+        return type(value)(*map(_pointers, value))
+    return Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
 def run_program(kernel, program: int, late_copies: bool, *arguments, **constants) -> None:
     """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
     machine = Machine(program, late_copies)
@@ -170,7 +182,9 @@ def run_program(kernel, program: int, late_copies: bool, *arguments, **constants
             names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
         elif isinstance(value, ConstexprFunction):
             names[name] = _nothing
+        elif isinstance(value, constexpr):
+            names[name] = value.value
     names.update(machine.names())
-    given = [Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+    given = [_pointers(value) for value in arguments]
     types.FunctionType(kernel.fn.__code__, names)(*given, **constants)
     assert not machine.group
