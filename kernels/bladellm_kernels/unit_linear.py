@@ -18,6 +18,7 @@ from bladellm_kernels.unit_schedules import (
     Gemv,
     ManyTokens,
     Schedule,
+    round_share,
     split_count,
     unit_schedule,
 )
@@ -67,13 +68,19 @@ def dequantize_units(weight: UnitWeight, out: torch.Tensor, first_row: int = 0) 
 
 
 def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: Gemv) -> None:
-    in_round = schedule.warps * schedule.steps
-    gemv_units_kernel[(triton.cdiv(weight.rows, schedule.rows),)](
+    if len(x) > schedule.tokens:
+        raise ValueError(f"{schedule} is for up to {schedule.tokens} tokens, got {len(x)}")
+    tiles = triton.cdiv(weight.rows, schedule.rows)
+    share = round_share(schedule, tiles, weight.steps, _processors(x.device))
+    splits = triton.cdiv(weight.steps, share)
+    room = tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
+    gemv_units_kernel[(tiles, splits)](
         x, _arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y if bias is None else bias, y,
-        x.stride(0), x.stride(1), y.stride(0), len(x), weight.rows, weight.columns,
-        SHAPE=_shape(weight, in_round, x), ROWS=schedule.rows, TOKENS=schedule.tokens, WARPS=schedule.warps,
-        STEPS=schedule.steps, ONE_ROUND=weight.steps <= in_round, HAS_BIAS=bias is not None,
-        num_warps=schedule.warps, maxnreg=schedule.registers, **early_launch(x.device),
+        x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), y.stride(0), len(x),
+        weight.rows, weight.columns, splits, share, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
+        TOKENS=schedule.tokens, WARPS=schedule.warps, ROW_WARPS=schedule.row_warps, STEPS=schedule.steps,
+        ONE_ROUND=share <= schedule.round, SPLIT=splits > 1, HAS_BIAS=bias is not None,
+        num_warps=schedule.warps * schedule.row_warps, maxnreg=schedule.registers, **early_launch(x.device),
     )  # fmt: skip
 
 

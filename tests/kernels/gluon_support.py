@@ -41,9 +41,14 @@ class Pointer:
         return torch.where(mask, self.flat()[torch.where(mask, offset, 0)], torch.tensor(other).to(self.data.dtype))
 
     def store(self, value, mask=None) -> None:
-        offset = torch.as_tensor(self.offset)
+        offset, value = torch.as_tensor(self.offset), torch.as_tensor(value)
         mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
         self.flat()[offset[mask]] = value.expand(offset.shape)[mask].to(self.data.dtype)
+
+    def add(self, value) -> torch.Tensor:
+        before = self.load().clone()
+        self.store(before + value)
+        return before
 
 
 class Shared:
@@ -86,8 +91,8 @@ class Later:
 class Machine:
     """The names that a kernel uses, for one program; copies late and products early, or the other way round."""
 
-    def __init__(self, program: int, late_copies: bool) -> None:
-        self.program = program
+    def __init__(self, program: int | tuple[int, ...], late_copies: bool) -> None:
+        self.program = program if isinstance(program, tuple) else (program,)
         self.copies, self.products = Later(late_copies), Later(not late_copies)
         self.group: list[Callable[[], None]] = []
         self.late_copies = late_copies
@@ -126,9 +131,10 @@ class Machine:
         gl = anything(
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
-            program_id=lambda axis: torch.tensor(self.program),
+            program_id=lambda axis: torch.tensor(self.program[axis]),
             arange=lambda first, last, layout: torch.arange(first, last),
-            load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
+            load=lambda pointer, mask=None, other=0.0, cache_modifier="": pointer.load(mask, other),
+            atomic_add=lambda pointer, value, sem, scope: pointer.add(value),
             store=lambda pointer, value, mask=None: pointer.store(value, mask),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -173,7 +179,7 @@ def _pointers(value: object) -> object:
     return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
-def run_program(kernel, program: int, late_copies: bool, *arguments, **constants) -> None:
+def run_program(kernel, program: int | tuple[int, ...], late_copies: bool, *arguments, **constants) -> None:
     """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
     machine = Machine(program, late_copies)
     names = dict(kernel.fn.__globals__)
