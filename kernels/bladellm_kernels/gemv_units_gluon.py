@@ -60,7 +60,7 @@ def _doublings(first: int, end: int, dimension: int) -> list[list[int]]:
     return found
 
 
-@gluon.jit(do_not_specialize=["tokens", "splits"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["tokens", "splits", "share"])  # type: ignore[untyped-decorator]
 def gemv_units_kernel(
     x: gl.tensor,
     weight: gl.tuple,
