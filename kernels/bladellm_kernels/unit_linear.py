@@ -9,9 +9,19 @@ import triton
 from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.few_tokens_triton import few_tokens_kernel
+from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.row_blocks import block_slices
-from bladellm_kernels.unit_schedules import Dense, FewTokens, ManyTokens, Schedule, split_count, unit_schedule
+from bladellm_kernels.unit_schedules import (
+    Dense,
+    FewTokens,
+    Gemv,
+    ManyTokens,
+    Schedule,
+    round_share,
+    split_count,
+    unit_schedule,
+)
 from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
 from bladellm_kernels.weight_units_triton import UnitShape, WeightArguments
 
@@ -35,7 +45,9 @@ def unit_linear(
     if not len(x):
         return y
     chosen = schedule or unit_schedule(len(x), weight.rows)
-    if isinstance(chosen, FewTokens):
+    if isinstance(chosen, Gemv):
+        _gemv(x, weight, bias, y, chosen)
+    elif isinstance(chosen, FewTokens):
         _few_tokens(x, weight, bias, y, chosen)
     elif isinstance(chosen, ManyTokens):
         _many_tokens(x, weight, bias, y, chosen)
@@ -52,6 +64,23 @@ def dequantize_units(weight: UnitWeight, out: torch.Tensor, first_row: int = 0) 
     dequantize_units_kernel[grid](
         _arguments(weight), out, first_row // TILE_ROWS, len(out), weight.columns, SHAPE=shape, num_warps=4,
         **early_launch(out.device),
+    )  # fmt: skip
+
+
+def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: Gemv) -> None:
+    if len(x) > schedule.tokens:
+        raise ValueError(f"{schedule} is for up to {schedule.tokens} tokens, got {len(x)}")
+    tiles = triton.cdiv(weight.rows, schedule.rows)
+    share = round_share(schedule, tiles, weight.steps, _processors(x.device))
+    splits = triton.cdiv(weight.steps, share)
+    room = tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
+    gemv_units_kernel[(tiles, splits)](
+        x, _arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y if bias is None else bias, y,
+        x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), y.stride(0), len(x),
+        weight.rows, weight.columns, splits, share, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
+        TOKENS=schedule.tokens, WARPS=schedule.warps, ROW_WARPS=schedule.row_warps, STEPS=schedule.steps,
+        ONE_ROUND=share <= schedule.round, SPLIT=splits > 1, HAS_BIAS=bias is not None,
+        num_warps=schedule.warps * schedule.row_warps, maxnreg=schedule.registers, **early_launch(x.device),
     )  # fmt: skip
 
 

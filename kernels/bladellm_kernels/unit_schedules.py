@@ -8,6 +8,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Gemv:
+    """`gemv_units_kernel`: programs of `rows` outputs (16 to 128) for up to `tokens`, their `warps` along K, each
+    `steps` steps a round, times `row_warps` along the outputs.
+
+    programs_per_sm: K is split until there are about so many programs; 0 for not at all. registers: most of a thread,
+    so that enough programs fit an SM; None leaves it to the compiler.
+    """
+
+    rows: int
+    warps: int
+    steps: int
+    tokens: int = 8
+    row_warps: int = 1
+    programs_per_sm: int = 0
+    registers: int | None = None
+
+    @property
+    def round(self) -> int:
+        """Steps of a program."""
+        return self.warps * self.steps
+
+
+@dataclass(frozen=True, slots=True)
 class FewTokens:
     """`few_tokens_kernel`: programs of `rows` outputs (16, 32 or 64), their `warps` along K, for up to `tokens`.
 
@@ -45,7 +68,7 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = FewTokens | ManyTokens | Dense
+Schedule = Gemv | FewTokens | ManyTokens | Dense
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""
@@ -73,3 +96,10 @@ def split_count(schedule: ManyTokens, tiles: int, steps: int, processors: int) -
     splits = max(1, min(fitting, steps // MIN_STEPS))
     # Every program has steps: shares are rounded up.
     return -(-steps // -(-steps // splits))
+
+
+def round_share(schedule: Gemv, tiles: int, steps: int, processors: int) -> int:
+    """Steps of a program of `gemv_units_kernel`, whole rounds, where `tiles` tiles are to fill the GPU."""
+    rounds = -(-steps // schedule.round)
+    splits = max(1, min(processors * schedule.programs_per_sm // tiles, rounds))
+    return -(-rounds // splits) * schedule.round

@@ -81,10 +81,10 @@ def _nibbles(kind: str, one: int) -> tl.constexpr:
     }}""")
 
 
-_NIBBLES_BF16 = _nibbles("bf16x2", 0x43004300)
-_NIBBLES_FP16 = _nibbles("f16x2", 0x64006400)
+NIBBLES_BF16 = _nibbles("bf16x2", 0x43004300)
+NIBBLES_FP16 = _nibbles("f16x2", 0x64006400)
 # 128 + (c & 127), less 128 where the high bit is set and 256 where it is not. lop3 0xae is (~a & b) | c.
-_BYTES_BF16 = tl.constexpr("""{
+BYTES_BF16 = tl.constexpr("""{
         .reg .b32 high, low0, low1, off0, off1, one;
         mov.b32 one, 0x43004300;
         shr.u32 high, $2, 8;
@@ -95,7 +95,7 @@ _BYTES_BF16 = tl.constexpr("""{
         sub.bf16x2 $0, low0, off0;
         sub.bf16x2 $1, low1, off1;
     }""")
-_BYTES_FP16 = tl.constexpr("""{
+BYTES_FP16 = tl.constexpr("""{
         .reg .b32 high, n0, n1, one, middle;
         mov.b32 one, 0x64006400;
         mov.b32 middle, 0x64806480;
@@ -117,21 +117,21 @@ def unit_parts(units: tl.tensor, zeros: tl.tuple, dtype: tl.constexpr, SHAPE: tl
         parts = _plain_parts(units, zeros, dtype, SHAPE.bits)
     elif SHAPE.bits == 4 and dtype == tl.bfloat16:
         parts = tl.inline_asm_elementwise(
-            _NIBBLES_BF16, "=&r,=&r,=&r,=&r,r,r,r,r,r", _with_offsets(units, zeros, 0x4300),
+            NIBBLES_BF16, "=&r,=&r,=&r,=&r,r,r,r,r,r", _with_offsets(units, zeros, 0x4300),
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif SHAPE.bits == 4:
         parts = tl.inline_asm_elementwise(
-            _NIBBLES_FP16, "=&r,=&r,=&r,=&r,r,r,r,r,r", _with_offsets(units, zeros, 0x6400),
+            NIBBLES_FP16, "=&r,=&r,=&r,=&r,r,r,r,r,r", _with_offsets(units, zeros, 0x6400),
             (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     elif dtype == tl.bfloat16:
         parts = tl.inline_asm_elementwise(
-            _BYTES_BF16, "=&r,=&r,r", [units], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            BYTES_BF16, "=&r,=&r,r", [units], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
         parts = tl.inline_asm_elementwise(
-            _BYTES_FP16, "=&r,=&r,r", [units], (tl.float16, tl.float16), is_pure=True, pack=2
+            BYTES_FP16, "=&r,=&r,r", [units], (tl.float16, tl.float16), is_pure=True, pack=2
         )
     return parts
 

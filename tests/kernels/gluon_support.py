@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 
@@ -40,9 +41,14 @@ class Pointer:
         return torch.where(mask, self.flat()[torch.where(mask, offset, 0)], torch.tensor(other).to(self.data.dtype))
 
     def store(self, value, mask=None) -> None:
-        offset = torch.as_tensor(self.offset)
+        offset, value = torch.as_tensor(self.offset), torch.as_tensor(value)
         mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
         self.flat()[offset[mask]] = value.expand(offset.shape)[mask].to(self.data.dtype)
+
+    def add(self, value) -> torch.Tensor:
+        before = self.load().clone()
+        self.store(before + value)
+        return before
 
 
 class Shared:
@@ -85,8 +91,8 @@ class Later:
 class Machine:
     """The names that a kernel uses, for one program; copies late and products early, or the other way round."""
 
-    def __init__(self, program: int, late_copies: bool) -> None:
-        self.program = program
+    def __init__(self, program: int | tuple[int, ...], late_copies: bool) -> None:
+        self.program = program if isinstance(program, tuple) else (program,)
         self.copies, self.products = Later(late_copies), Later(not late_copies)
         self.group: list[Callable[[], None]] = []
         self.late_copies = late_copies
@@ -123,10 +129,12 @@ class Machine:
     def names(self) -> dict[str, object]:
         anything = types.SimpleNamespace
         gl = anything(
-            int32=torch.int32, int64=torch.int64, float32=torch.float32,
-            program_id=lambda axis: torch.tensor(self.program),
+            int16=torch.int16, int32=torch.int32, int64=torch.int64,
+            float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+            program_id=lambda axis: torch.tensor(self.program[axis]),
             arange=lambda first, last, layout: torch.arange(first, last),
-            load=lambda pointer, mask=None, other=0.0: pointer.load(mask, other),
+            load=lambda pointer, mask=None, other=0.0, cache_modifier="": pointer.load(mask, other),
+            atomic_add=lambda pointer, value, sem, scope: pointer.add(value),
             store=lambda pointer, value, mask=None: pointer.store(value, mask),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -135,13 +143,15 @@ class Machine:
             minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
             max=lambda value, axis: value.amax(axis),
             sum=lambda value, axis: value.sum(axis),
+            reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
             exp2=torch.exp2, log2=torch.log2, static_range=range,
             convert_layout=lambda value, layout: value,
             thread_barrier=lambda: None,
             allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(shape, math.nan, dtype=dtype)),
             inline_asm_elementwise=lambda text, constraints, values, **options: values[0],
             constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
-            **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"), _nothing),
+            **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
+                             "DistributedLinearLayout"), _nothing),
             NVMMASharedLayout=anything(get_default_for=_nothing),
         )  # fmt: skip
         return {
@@ -149,6 +159,7 @@ class Machine:
             "async_copy": anything(
                 async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.copies.wait
             ),
+            "mma_v2": lambda a, b, acc: acc + a.float() @ b.float(),
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_products,
             "fence_async_shared": lambda: None,
@@ -161,7 +172,14 @@ def _nothing(*arguments, **options) -> None:
     """A layout."""
 
 
-def run_program(kernel, program: int, late_copies: bool, *arguments, **constants) -> None:
+def _pointers(value: object) -> object:
+    """Pointers for tensors, those of a named tuple too."""
+    if isinstance(value, tuple):
+        return type(value)(*map(_pointers, value))
+    return Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
+def run_program(kernel, program: int | tuple[int, ...], late_copies: bool, *arguments, **constants) -> None:
     """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
     machine = Machine(program, late_copies)
     names = dict(kernel.fn.__globals__)
@@ -170,7 +188,9 @@ def run_program(kernel, program: int, late_copies: bool, *arguments, **constants
             names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
         elif isinstance(value, ConstexprFunction):
             names[name] = _nothing
+        elif isinstance(value, constexpr):
+            names[name] = value.value
     names.update(machine.names())
-    given = [Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+    given = [_pointers(value) for value in arguments]
     types.FunctionType(kernel.fn.__code__, names)(*given, **constants)
     assert not machine.group

@@ -1,0 +1,110 @@
+"""The kernel of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
+
+import math
+import re
+
+import pytest
+import torch
+from bladellm_kernels.linear_reference import reference_linear
+from bladellm_kernels.unit_schedules import Gemv
+from bladellm_kernels.weight_units import pack_units
+
+from tests.kernels.prefill_support import hopper
+from tests.kernels.test_prefill_hopper import ON_CUDA
+from tests.kernels.test_unit_linear import MIDDLE, layer
+
+CASES = [
+    (4, 40, 512, 4, False, 1, Gemv(16, 2, 2)),
+    (4, 70, 1024, 16, True, 3, Gemv(16, 2, 2)),
+    (4, 33, 643, 1, True, 8, Gemv(32, 4, 1)),
+    (4, 64, 160, 5, True, 5, Gemv(16, 2, 1)),
+    (8, 48, 320, 5, False, 2, Gemv(16, 2, 2)),
+    (4, 300, 896, 7, True, 11, Gemv(128, 2, 1, 16, 2, programs_per_sm=1)),
+    (4, 64, 1000, 1, True, 2, Gemv(64, 1, 2, programs_per_sm=1)),
+]
+
+
+class InPython:
+    """Stands for the kernel: its programs are run in Python, those that share a tile in random order."""
+
+    def __getitem__(self, grid):
+        from bladellm_kernels import gemv_units_gluon as module
+
+        from tests.kernels.gluon_support import run_program
+
+        def launch(*arguments, num_warps, maxnreg, **constants) -> None:
+            for tile in range(grid[0]):
+                for split in torch.randperm(grid[1]).tolist():
+                    run_program(module.gemv_units_kernel, (tile, split), False, *arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), CASES)
+def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, schedule, monkeypatch):
+    pytest.importorskip("triton")
+    from bladellm_kernels import unit_linear as module
+
+    monkeypatch.setattr(module, "gemv_units_kernel", InPython())
+    monkeypatch.setattr(module, "_processors", lambda device: 7)
+    codes, scales, points = layer(rows, columns, groups, bits, zeros)
+    weight = pack_units(codes, scales, points, bits)
+    x = torch.randn(tokens, columns + 3)[:, :columns]
+    bias = torch.randn(rows) if zeros else None
+    whole = torch.full((tokens + 1, rows + 5), math.nan)
+    module.unit_linear(x, weight, bias, out=whole[:tokens, :rows], schedule=schedule)
+    assert not weight.arrived.any(), "counters are left as they were found"
+    assert whole[:, rows:].isnan().all()
+    assert whole[tokens:].isnan().all()
+    expected = reference_linear(x, codes, scales, points, MIDDLE[bits], bias)
+    assert (whole[:tokens, :rows].double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("bits", "groups", "zeros"), [(4, 32, False), (4, 64, True), (8, 1, False)])
+def test_codes_go_from_memory_to_the_tensor_cores_in_registers(bits, groups, zeros):
+    """16-byte loads, none of codes or inputs through shared memory, and nothing spilled."""
+    pytest.importorskip("triton")
+    from bladellm_kernels import gemv_units_gluon as module
+    from bladellm_kernels import unit_linear
+
+    codes, scales, points = layer(32, 4096, groups, bits, zeros)
+    weight = pack_units(codes, scales, points, bits)
+    x, y = torch.zeros(2, 4096).bfloat16(), torch.zeros(2, 32).bfloat16()
+    arguments = unit_linear._arguments(weight)._replace(codes=weight.codes.view(torch.int32))
+    shape = unit_linear._shape(weight, 16, x)
+    shape = type(shape)(shape.bits, shape.group_steps, shape.has_zeros, shape.even, plain=False)
+    with hopper(module.gemv_units_kernel):
+        compiled = module.gemv_units_kernel.warmup(
+            x, arguments, y, y, scales, weight.arrived, 4096, 1, 32, 2, 32, 4096, 1, 32, SHAPE=shape, ROWS=16, TOKENS=8,
+            WARPS=8, ROW_WARPS=1, STEPS=2, ONE_ROUND=False, SPLIT=False, HAS_BIAS=False,
+            EARLY=True, num_warps=8, maxnreg=96, launch_pdl=True, grid=(1,),
+        )  # fmt: skip
+    text = compiled.asm["ptx"]
+    main = text[: text.rindex("mma.sync")]
+    assert "st.shared" not in main
+    assert "ld.shared" not in main
+    codes = re.findall(r"ld\.global\S*", text[: text.index("griddepcontrol.wait")])
+    assert sum(load.endswith("v4.b32") for load in codes) == 4, "two rows of each of two steps"
+    assert "local" not in text
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
+@pytest.mark.parametrize(("rows", "columns", "groups"), [(1024, 4096, 32), (130, 192, 3), (64, 160, 5), (333, 1155, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_cuda(marked, rows, columns, groups, dtype):
+    from bladellm_kernels.unit_linear import unit_linear
+
+    schedules = [Gemv(16, 8, 4, registers=88), Gemv(16, 16, 1), Gemv(32, 16, 2), Gemv(64, 4, 1, 16, 2, 2)]
+    schedules += [Gemv(128, 4, 1, 32, 2, 1)]
+    for bits, zeros in ((4, False), (4, True), (8, False)):
+        codes, scales, points = layer(rows, columns, groups, bits, zeros, "cuda")
+        weight = pack_units(codes, scales, points, bits)
+        for schedule in schedules:
+            for tokens in {1, 2, 7, schedule.tokens}:
+                x = torch.randn(tokens, columns, device="cuda").to(dtype)
+                bias = torch.randn(rows, device="cuda").to(dtype) if zeros else None
+                y = torch.full((tokens, rows), torch.nan, dtype=dtype, device="cuda")
+                unit_linear(x, weight, bias, out=y, schedule=schedule)
+                expected = reference_linear(x, codes, scales, points, MIDDLE[bits], bias)
+                worst = (y.double() - expected).abs().max() / expected.abs().max()
+                assert worst < (2e-3 if dtype == torch.float16 else 1.5e-2), f"{schedule}, {tokens} tokens: {worst:.2g}"
