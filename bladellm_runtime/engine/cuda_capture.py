@@ -2,6 +2,7 @@
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 
@@ -46,7 +47,10 @@ class CudaCapture:
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
     """What would wait for the device raises `RuntimeError` before it does, which would spoil the capture."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # PyTorch calls the mode a prototype, each time.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
