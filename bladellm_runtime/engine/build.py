@@ -22,6 +22,7 @@ from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
+from bladellm_runtime.engine.mixed_graphs import mixed_sizes
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import graph_sizes
@@ -158,13 +159,16 @@ def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: to
 
 
 def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None) -> None:
-    """Have the runner capture decode steps where the flags and the device allow it."""
+    """Have the runner capture steps where the flags and the device allow it, those of most tokens first: the memory of
+    all others fits into theirs."""
     if capture is None and device.type == "cuda" and find_spec("triton") is not None:
         capture = CudaCapture(device)
     sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
     if asked and args.cuda_graph_batch_sizes:
         logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
     if sizes and capture is not None:
+        if mixed := mixed_sizes(args):
+            runner.capture_mixed(mixed, capture)
         runner.capture(sizes, capture)
         if device.type == "cuda":
             # Memory of the work before it was captured, which no step will use.

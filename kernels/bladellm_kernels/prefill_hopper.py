@@ -282,7 +282,7 @@ def hopper_prefill_kernel(
     EARLY: gl.constexpr,
 ) -> None:
     """A program an item of `prefill_tiles.list_tiles` and KV head, as in `ragged_prefill_triton`; qk_scale: log2 e in
-    it. partial: float32 [P · kv_heads, rows, dim], and partial_lse, base 2, of items that see a part of their keys."""
+    it. Those without queries are left out: a first tile below all keys would be read. partial: float32 [P · kv_heads, rows, dim], and partial_lse, base 2, of items that see a part of their keys."""
     COPY: gl.constexpr = copy_layout(SHAPE)
     OUTPUT: gl.constexpr = output_layout(SHAPE)
     let_next_start(EARLY)
@@ -291,6 +291,8 @@ def hopper_prefill_kernel(
     item = items + (gl.program_id(0) // SHAPE.kv_heads) * FIELDS
     first_row, first_token = gl.load(item).to(gl.int32), gl.load(item + 1)
     query_len, start = gl.load(item + 2).to(gl.int32), gl.load(item + 3).to(gl.int32)
+    if query_len == 0:
+        return
     key_first, key_end = gl.load(item + 6).to(gl.int32), gl.load(item + 7).to(gl.int32)
     part = gl.load(item + 8)
     keys = payload + head.to(gl.int64) * head_stride + gl.load(item + 4) * row_stride
