@@ -131,9 +131,8 @@ class MixedInputs:
         layout, buffer = self._layouts[size], self._host.next()
         host = buffer.array[: layout.numbers]
         tokens, rows, lists = layout.split(host)
-        chunks = (
-            [] if flat is None else [Span(c.first, c.query_len, c.start, c.base_row, c.slot) for c in flat.prefills]
-        )
+        prefills = [] if flat is None else flat.prefills
+        chunks = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in prefills]
         if not all(fill_list(chunks, window, layout.list, target) for window, target in lists.items()):
             return False
         self._pad(tokens, rows)

@@ -142,7 +142,8 @@ def _attend_plainly(
 
 def _by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """q [n, Hq, D] -> [Hk, n · group, D], rows as in `list_tiles`."""
-    return q.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+    queries, heads, head_dim = q.shape
+    return q.view(queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).flatten(1, 2)
 
 
 def _store(attended: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group: int) -> None:

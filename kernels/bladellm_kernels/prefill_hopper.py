@@ -282,7 +282,8 @@ def hopper_prefill_kernel(
     EARLY: gl.constexpr,
 ) -> None:
     """A program an item of `prefill_tiles.list_tiles` and KV head, as in `ragged_prefill_triton`; qk_scale: log2 e in
-    it. Those without queries are left out: a first tile below all keys would be read. partial: float32 [P · kv_heads, rows, dim], and partial_lse, base 2, of items that see a part of their keys."""
+    it. Items without queries are left out; others have a key at least. partial: float32 [P · kv_heads, rows, dim], and
+    partial_lse, base 2, of items that see a part of their keys."""
     COPY: gl.constexpr = copy_layout(SHAPE)
     OUTPUT: gl.constexpr = output_layout(SHAPE)
     let_next_start(EARLY)
