@@ -58,7 +58,9 @@ def test_lists_give_the_reference(device, window, heads, part, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "paged"), [*((name, False) for name in KV_FORMATS), ("no_quant", True), ("int4", True)])
+@pytest.mark.parametrize(
+    ("name", "paged"), [*((name, False) for name in KV_FORMATS), ("no_quant", True), ("int4", True)]
+)
 def test_every_kv_format(device, name, paged):
     q, kv, chunks = prefill_case(name, torch.float16, (6, 2, 32), SPANS, device, paged=paged)
     out = torch.full(q.shape, 7.0, dtype=q.dtype, device=device)
