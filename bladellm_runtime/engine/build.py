@@ -173,7 +173,7 @@ def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, c
         if device.type == "cuda":
             # Memory of the work before it was captured, which no step will use.
             torch.cuda.empty_cache()
-    elif asked or args.cuda_graph_batch_sizes:
+    elif asked or args.cuda_graph_batch_sizes or any(args.cuda_graph_prefill_tokens):
         logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
 
 
