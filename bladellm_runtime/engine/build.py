@@ -110,7 +110,10 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
-        warm_up(core, limits, thorough=device.type == "cuda")
+        # Captured steps have their kernels; those that no graph will serve need some of their own.
+        with runner.without_mixed_graphs():
+            warm_up(core, limits, thorough=device.type == "cuda")
+        warm_up(core, limits, thorough=False)
     keep_kernel_list(args, folder, device)
     kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)

@@ -49,8 +49,8 @@ class RowArrays(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, and a work list a window; each
-    begins at a multiple of 16 bytes."""
+    """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, and a work list a window. Where
+    tokens and rows are even each begins at a multiple of 16 bytes, by which Triton compiles kernels apart."""
 
     tokens: int
     rows: int

@@ -7,7 +7,8 @@ work itself runs in one thread, so that planning and messages go on beside it: t
 """
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +94,13 @@ class ModelRunner:
         """Capture steps with prefill chunks, of these token counts; as `capture`."""
         graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, self._workspace, self._rotation)
         self._mixed = graphs if graphs.capture_all(capture) else None
+
+    @contextmanager
+    def without_mixed_graphs(self) -> Iterator[None]:
+        """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""
+        mixed, self._mixed = self._mixed, None
+        yield
+        self._mixed = mixed
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
         """Start a step. Plans must come in order; at most two may be uncollected."""
