@@ -13,8 +13,10 @@ from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine import mixed_graphs
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.engine.inputs import SlotTokens, flatten
+from bladellm_runtime.engine.memory import graph_bytes
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs, mixed_sizes
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from tests.engine import reference
@@ -224,6 +226,20 @@ def test_sizes_end_at_the_tokens_of_a_step():
     assert sizes(cuda_graph_prefill_tokens=[5], disable_cuda_graph=True) == []
     with pytest.raises(ConfigError, match="--cuda_graph_prefill_tokens must be ascending, each size once; got 4 2"):
         sizes(cuda_graph_prefill_tokens=[4, 2])
+
+
+def test_memory_is_set_aside_for_the_tokens_of_the_largest(demo_model):
+    spec = read_model_spec(demo_model)
+
+    def needed(*sizes: int, **options) -> int:
+        args = EngineArgs(model="m", cuda_graph_prefill_tokens=list(sizes), **options)
+        return graph_bytes(args, spec, torch.float16)
+
+    assert needed(2048, disable_cuda_graph=True) == 0
+    # The residual stream, what the last layer leaves and the MLP's numbers, at least.
+    row = 2 * (3 * spec.hidden_size + 2 * spec.intermediate_size)
+    assert needed(2048) - needed(1024) >= 1024 * row
+    assert needed(32, 2048) - needed(2048) < 1 << 24
 
 
 def test_what_cannot_be_captured_is_named_and_decode_graphs_stay(demo_model, caplog, monkeypatch):
