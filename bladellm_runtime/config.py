@@ -137,8 +137,15 @@ class EngineArgs:
         None, "Largest batch size that is captured, 256 by default; ignored beside --cuda_graph_batch_sizes.",
         group="Engine", low=1, high=4096,
     )  # fmt: skip
+    cuda_graph_prefill_tokens: list[int] = flag(
+        [],
+        "Token counts, decode rows and prefill chunks together, for which steps with prefill chunks are captured as "
+        "CUDA graphs, ascending; steps are padded up to the next one. 0: none. Default: 32 64 128 192 256 384 ... "
+        "2048, up to --ragged_flash_max_batch_tokens.",
+        group="Engine", low=0, high=65536,
+    )  # fmt: skip
     disable_cuda_graph: bool = flag(
-        False, "Launch decode steps operator by operator instead of as CUDA graphs.", group="Engine"
+        False, "Launch all steps operator by operator instead of as CUDA graphs.", group="Engine"
     )
     disable_frontend_multiprocessing: bool = flag(
         False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
@@ -149,9 +156,10 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        sizes = self.cuda_graph_batch_sizes
-        if sizes != sorted(set(sizes)):
-            raise ConfigError(f"--cuda_graph_batch_sizes must be ascending, each size once; got {_words(sizes)}")
+        for name in ("cuda_graph_batch_sizes", "cuda_graph_prefill_tokens"):
+            sizes = getattr(self, name)
+            if sizes != sorted(set(sizes)):
+                raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
 
 
 @dataclass(frozen=True)

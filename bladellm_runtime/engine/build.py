@@ -22,6 +22,7 @@ from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
+from bladellm_runtime.engine.mixed_graphs import mixed_sizes
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import graph_sizes
@@ -109,7 +110,10 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
-        warm_up(core, limits, thorough=device.type == "cuda")
+        # Captured steps have their kernels; those that no graph will serve need some of their own.
+        with runner.without_mixed_graphs():
+            warm_up(core, limits, thorough=device.type == "cuda")
+        warm_up(core, limits, thorough=False)
     keep_kernel_list(args, folder, device)
     kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)
@@ -158,18 +162,21 @@ def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: to
 
 
 def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None) -> None:
-    """Have the runner capture decode steps where the flags and the device allow it."""
+    """Have the runner capture steps where the flags and the device allow it, those of most tokens first: the memory of
+    all others fits into theirs."""
     if capture is None and device.type == "cuda" and find_spec("triton") is not None:
         capture = CudaCapture(device)
     sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
     if asked and args.cuda_graph_batch_sizes:
         logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
     if sizes and capture is not None:
+        if mixed := mixed_sizes(args):
+            runner.capture_mixed(mixed, capture)
         runner.capture(sizes, capture)
         if device.type == "cuda":
             # Memory of the work before it was captured, which no step will use.
             torch.cuda.empty_cache()
-    elif asked or args.cuda_graph_batch_sizes:
+    elif asked or args.cuda_graph_batch_sizes or any(args.cuda_graph_prefill_tokens):
         logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
 
 

@@ -1,4 +1,5 @@
-"""From a step plan to the tensors of a forward pass: flat arrays on the CPU, one upload, no synchronisation."""
+"""From a step plan to flat arrays on the CPU, and from these to the tensors of a forward pass: one upload, no
+synchronisation."""
 
 from dataclasses import dataclass
 
@@ -42,22 +43,42 @@ class PromptScore:
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """A forward batch, the plan rows that sample, and the prompt positions to score.
+class FlatPlan:
+    """A plan as int64 arrays: T query tokens, the `num_decode` decode rows first, then the chunks.
 
-    `pinned` is host memory that the upload may still read.
+    decode_slots, decode_base_rows, decode_kv_lens: [num_decode]. prompt_ids: [T - num_decode]. positions, kv_rows and,
+    where layers have a table, granule_rows: [T]. logit_tokens: the last token of each of `sampling_rows`, which are
+    plan rows, then the tokens of `scores`; no token twice.
     """
 
-    batch: ForwardBatch
+    num_decode: int
+    decode_slots: IntArray
+    decode_base_rows: IntArray
+    decode_kv_lens: IntArray
+    prompt_ids: IntArray
+    positions: IntArray
+    kv_rows: IntArray
+    granule_rows: IntArray | None
+    logit_tokens: IntArray
+    prefills: list[PrefillRow]
     sampling_rows: list[int]
     scores: list[PromptScore]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """A forward batch; `pinned` is host memory that the upload may still read."""
+
+    batch: ForwardBatch
     pinned: torch.Tensor | None
 
 
-def build_inputs(
-    plan: StepPlan, tokens: list[SlotTokens | None], last_token: torch.Tensor, arena: KvArena
-) -> StepInputs:
-    """Flatten a plan. `tokens` is indexed by slot; `last_token` is the device array decode rows read their id from."""
+def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> FlatPlan:
+    """Lay a plan's tokens side by side; the plan's memory operations must have been submitted. `tokens`: by slot."""
     slots = np.array(plan.slots, dtype=np.int64)
     base_rows = arena.base_rows(slots)
     starts = np.array(plan.starts, dtype=np.int64)
@@ -72,36 +93,54 @@ def build_inputs(
     count = plan.num_decode
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
     sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
+    return FlatPlan(
+        num_decode=count,
+        decode_slots=slots[:count],
+        decode_base_rows=base_rows[:count],
+        decode_kv_lens=starts[:count] + 1,
+        prompt_ids=prompt_ids,
+        positions=positions,
+        kv_rows=kv_rows,
+        granule_rows=granule_rows,
+        logit_tokens=_logit_tokens(ends, sampling_rows, scores),
+        prefills=prefills,
+        sampling_rows=sampling_rows,
+        scores=scores,
+    )
+
+
+def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> StepInputs:
+    """Upload a flat plan. `last_token` is the device array decode rows read their id from."""
     sections = [
-        slots[:count],
-        prompt_ids,
-        positions,
-        kv_rows,
-        base_rows[:count],
-        starts[:count] + 1,
-        _logit_tokens(ends, sampling_rows, scores),
-        np.empty(0, dtype=np.int64) if granule_rows is None else granule_rows,
+        flat.decode_slots,
+        flat.prompt_ids,
+        flat.positions,
+        flat.kv_rows,
+        flat.decode_base_rows,
+        flat.decode_kv_lens,
+        flat.logit_tokens,
+        np.empty(0, dtype=np.int64) if flat.granule_rows is None else flat.granule_rows,
     ]
-    sections += [score.targets for score in scores]
+    sections += [score.targets for score in flat.scores]
     sent, pinned = upload(sections, last_token.device)
     decode_slots, prompts, *rest = sent[:7]
-    for score, targets in zip(scores, sent[8:], strict=True):
+    for score, targets in zip(flat.scores, sent[8:], strict=True):
         score.wanted = targets
     batch = ForwardBatch(
         input_ids=torch.cat([last_token[decode_slots], prompts]),
         positions=rest[0],
         kv_rows=rest[1],
-        granule_rows=None if granule_rows is None else sent[7],
-        num_decode=count,
+        granule_rows=None if flat.granule_rows is None else sent[7],
+        num_decode=flat.num_decode,
         decode_base_rows=rest[2],
         decode_slots=decode_slots,
         decode_kv_lens=rest[3],
-        max_decode_kv_len=int(starts[:count].max()) + 1 if count else 0,
-        prefills=prefills,
+        max_decode_kv_len=int(flat.decode_kv_lens.max()) if flat.num_decode else 0,
+        prefills=flat.prefills,
         logit_tokens=rest[4],
         kv=arena,
     )
-    return StepInputs(batch, sampling_rows, scores, pinned)
+    return StepInputs(batch, pinned)
 
 
 def _prefill_rows(

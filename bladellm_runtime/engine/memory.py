@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 import psutil
 import torch
+from bladellm_kernels.prefill_tiles import PROGRAMS
 
 from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine.mixed_graphs import mixed_sizes
 from bladellm_runtime.engine.step_graphs import graph_sizes
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.arena import KvShape
@@ -21,7 +23,9 @@ LAYERS_PER_GROUP = 4
 """Layers interleaved in one granule: on an H200, 4 to 8 cost 1-2 % of the read bandwidth, all of them 5-6 %."""
 GRANULE_TOKENS = 16
 GRAPH_BYTES = 8 << 20
-"""Device memory that CUDA keeps for the nodes of the graphs of one batch size, amply."""
+"""Device memory that CUDA keeps for the nodes of the graphs of one batch size or token count, amply."""
+PROGRAM_STATE = 256
+"""Rows of float32 that a program of prefill attention leaves: 128, and head dimensions may be padded to twice."""
 ATTENTION_STATES = 12
 """Outputs of attention of a step's tokens that a prefill with a long prefix holds at once."""
 
@@ -48,11 +52,15 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
 
 
 def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """About what captured decode steps take: the largest one's activations and logits, and CUDA's own of each."""
-    sizes = graph_sizes(args)
+    """About what captured steps take: the largest one's activations, which all share, logits of the largest decode
+    step, parts of prefill attention, and CUDA's own of each."""
+    sizes, mixed = graph_sizes(args), mixed_sizes(args)
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
-    row = width * dtype.itemsize + spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
-    return max(sizes, default=0) * row + len(sizes) * GRAPH_BYTES
+    logits = max(sizes, default=0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
+    # Beside the activations, what the last layer leaves.
+    activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + 2 * spec.hidden_size) * dtype.itemsize
+    parts = PROGRAMS * PROGRAM_STATE * spec.head_dim * torch.float32.itemsize if mixed else 0
+    return logits + activations + parts + (len(sizes) + len(mixed)) * GRAPH_BYTES
 
 
 def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, table: MemoryTable) -> int:

@@ -1,12 +1,14 @@
 """The model runner: executes step plans in order on one device, without waiting for them.
 
-Steps of decode rows only are replays of captured graphs where there are any; others launch operator by operator.
+Steps are replays of captured graphs where there are any for them (`StepGraphs` for decode rows alone, `MixedGraphs`
+with prefill chunks); others launch operator by operator.
 On CUDA a launch only enqueues work; results reach the CPU through pinned memory on a second stream. On a CPU the
 work itself runs in one thread, so that planning and messages go on beside it: the same two steps in flight.
 """
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +18,9 @@ from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_runtime.engine.captured_sampling import captured_sampling
 from bladellm_runtime.engine.cuda_capture import Capture
 from bladellm_runtime.engine.host_ring import HostRing
-from bladellm_runtime.engine.inputs import SlotTokens, build_inputs
+from bladellm_runtime.engine.inputs import FlatPlan, SlotTokens, StepInputs, build_inputs, flatten
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
+from bladellm_runtime.engine.mixed_graphs import MixedGraphs
 from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
 from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -73,6 +76,7 @@ class ModelRunner:
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=arena.device)
         self._tokens: list[SlotTokens | None] = [None] * num_slots
         self._graphs: StepGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._results = HostRing(num_slots, arena.device)
         self._copied: torch.cuda.Event | None = None
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
@@ -85,6 +89,18 @@ class ModelRunner:
             sizes, self._model, self._arena, sampling, self._last_token, self._workspace, self._rotation
         )
         self._graphs = graphs if graphs.capture_all(capture) else None
+
+    def capture_mixed(self, sizes: Sequence[int], capture: Capture) -> None:
+        """Capture steps with prefill chunks, of these token counts; as `capture`."""
+        graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, self._workspace, self._rotation)
+        self._mixed = graphs if graphs.capture_all(capture) else None
+
+    @contextmanager
+    def without_mixed_graphs(self) -> Iterator[None]:
+        """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""
+        mixed, self._mixed = self._mixed, None
+        yield
+        self._mixed = mixed
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
         """Start a step. Plans must come in order; at most two may be uncollected."""
@@ -106,24 +122,38 @@ class ModelRunner:
             self._tokens[load.slot] = SlotTokens.of(load)
             self._sampling.load(load)
         size = None if self._graphs is None else self._graphs.size_for(plan)
-        if self._graphs is None or size is None:
-            step = self._run_eagerly(plan)
-        else:
+        if self._graphs is not None and size is not None:
             step = self._replay(plan, self._graphs, size)
+        else:
+            step = self._run_flat(plan)
         self._copy_results(step)
         return step
 
-    def _run_eagerly(self, plan: StepPlan) -> RunningStep:
-        inputs = build_inputs(plan, self._tokens, self._last_token, self._arena)
+    def _run_flat(self, plan: StepPlan) -> RunningStep:
+        """A step of any rows: replayed up to the final norm, which needs the tokens that are to have logits, or not."""
+        flat = flatten(plan, self._tokens, self._arena)
+        size = None if self._mixed is None else self._mixed.send(flat)
+        if self._mixed is None or size is None:
+            return self._run_eagerly(plan, flat)
+        self._arena.wait()
+        self._arena.move(plan.memory.moves)
+        hidden = self._mixed.forward(flat, size)
+        return self._finish(plan, flat, hidden, None)
+
+    def _run_eagerly(self, plan: StepPlan, flat: FlatPlan) -> RunningStep:
+        inputs = build_inputs(flat, self._last_token, self._arena)
         inputs.batch.workspace, inputs.batch.rotation = self._workspace, self._rotation
         inputs.batch.planned = self._planned
         self._arena.wait()
         self._arena.move(plan.memory.moves)
-        hidden = self._model.forward(inputs.batch)
-        count = len(inputs.sampling_rows)
+        return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
+
+    def _finish(self, plan: StepPlan, flat: FlatPlan, hidden: torch.Tensor, inputs: StepInputs | None) -> RunningStep:
+        """hidden: of `flat.logit_tokens`, [R, hidden size]."""
+        count = len(flat.sampling_rows)
         outputs, keep = self._sample(plan, self._model.logits(hidden[:count]))
-        scored = score_prompts(self._model, hidden[count:], inputs.scores) if inputs.scores else []
-        return RunningStep(len(plan.slots), inputs.sampling_rows, outputs, scored, [inputs, hidden, keep])
+        scored = score_prompts(self._model, hidden[count:], flat.scores) if flat.scores else []
+        return RunningStep(len(plan.slots), flat.sampling_rows, outputs, scored, [inputs, hidden, keep])
 
     def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int) -> RunningStep:
         """A step of decode rows, padded to `size`. Between the two replays is where masks can enter."""
@@ -183,7 +213,7 @@ class ModelRunner:
             self._worker.shutdown(wait=True)
         else:
             torch.cuda.synchronize(self._device)
-        self._graphs = None
+        self._graphs = self._mixed = None
         self._arena.close()
 
 

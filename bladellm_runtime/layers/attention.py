@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.listed_prefill_attention import listed_prefill_attention
 from bladellm_kernels.prefill_sdpa import empty_queries
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
@@ -85,7 +86,10 @@ class Attention:
             work=batch.decode_work(self.shape.window),
             out=out[:count],
         )
-        if batch.prefills:
+        if batch.prefill_lists is not None:
+            tiles = batch.prefill_lists[self.shape.window]
+            listed_prefill_attention(q, kv, tiles, self.shape.scale, self.shape.window, out)
+        elif batch.prefills:
             self._attend_prefills(q, kv, batch, out)
         return out
 

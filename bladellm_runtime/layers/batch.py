@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.prefill_calls import PlannedCalls
+from bladellm_kernels.prefill_tiles import PrefillTiles
 
 from bladellm_runtime.kv.arena import KvArena
 
@@ -31,7 +32,8 @@ class ForwardBatch:
     KV length after the write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R],
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
-    of cuDNN.
+    of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
+    decode rows may be any token's: what they leave in rows of chunks is overwritten.
     """
 
     input_ids: torch.Tensor
@@ -49,6 +51,7 @@ class ForwardBatch:
     workspace: DecodeWorkspace | None = None
     rotation: torch.Tensor | None = None
     planned: PlannedCalls | None = None
+    prefill_lists: dict[int | None, PrefillTiles] | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
 
     def decode_work(self, window: int | None) -> DecodeWork | None:

@@ -84,14 +84,27 @@ class Decoder:
 
         Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden].
         """
+        return self.final_norm(*self.run_layers(batch), batch.logit_tokens)
+
+    @torch.inference_mode()
+    def run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The step without the final norm: the last layer's output, and the residual stream it is to be added to,
+        [T, hidden] each; no stream without layers."""
         x = self.embedding(batch.input_ids)
         cos, sin = self.rotary(batch.positions)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch, cos, sin)
-        if batch.logit_tokens is None:
+        return x, residual
+
+    @torch.inference_mode()
+    def final_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, logit_tokens: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What `run_layers` gives -> hidden states after the final norm of `logit_tokens`, int64 [R], or of all."""
+        if logit_tokens is None:
             return self.norm.add(x, residual)[0]
-        return self.norm.gather(x, residual, batch.logit_tokens)
+        return self.norm.gather(x, residual, logit_tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -282,7 +282,8 @@ def hopper_prefill_kernel(
     EARLY: gl.constexpr,
 ) -> None:
     """A program an item of `prefill_tiles.list_tiles` and KV head, as in `ragged_prefill_triton`; qk_scale: log2 e in
-    it. partial: float32 [P · kv_heads, rows, dim], and partial_lse, base 2, of items that see a part of their keys."""
+    it. Items without queries are left out; others have a key at least. partial: float32 [P · kv_heads, rows, dim], and
+    partial_lse, base 2, of items that see a part of their keys."""
     COPY: gl.constexpr = copy_layout(SHAPE)
     OUTPUT: gl.constexpr = output_layout(SHAPE)
     let_next_start(EARLY)
@@ -291,8 +292,9 @@ def hopper_prefill_kernel(
     item = items + (gl.program_id(0) // SHAPE.kv_heads) * FIELDS
     first_row, first_token = gl.load(item).to(gl.int32), gl.load(item + 1)
     query_len, start = gl.load(item + 2).to(gl.int32), gl.load(item + 3).to(gl.int32)
-    key_first, key_end = gl.load(item + 6).to(gl.int32), gl.load(item + 7).to(gl.int32)
-    part = gl.load(item + 8)
+    if query_len == 0:
+        return
+    key_first, key_end, part = gl.load(item + 6).to(gl.int32), gl.load(item + 7).to(gl.int32), gl.load(item + 8)
     keys = payload + head.to(gl.int64) * head_stride + gl.load(item + 4) * row_stride
     memory = keys, keys + kv_stride, row_stride, key_first, key_end
     dtype: gl.constexpr = q.dtype.element_ty
@@ -315,8 +317,7 @@ def hopper_prefill_kernel(
         places = out + (token * out_token_stride + query_head * out_head_stride)[:, None] + dim[None, :]
         gl.store(places, gl.convert_layout(attended.to(dtype), COPY), inside)
     else:
-        own = gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(1, OUTPUT))
-        line = (part * SHAPE.kv_heads + head) * SHAPE.rows + own
+        line = (part * SHAPE.kv_heads + head) * SHAPE.rows + gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(1, OUTPUT))
         column = gl.arange(0, SHAPE.dim, layout=gl.SliceLayout(0, OUTPUT))
         gl.store(partial + line[:, None] * SHAPE.dim + column[None, :], attended)
         gl.store(partial_lse + line, lse)

@@ -221,7 +221,8 @@ def ragged_prefill_kernel(
     SHAPE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program an item and KV head. items: int64 [I, FIELDS], see `prefill_tiles.list_tiles`; qk_scale holds log2 e.
+    """One program an item and KV head. items: int64 [I, FIELDS], see `prefill_tiles.list_tiles`, those of query_len 0
+    left out; qk_scale holds log2 e.
 
     partial: float32 [P · kv_heads, rows, block_d] and partial_lse, base 2, for items that see a part of their keys.
     """
@@ -232,6 +233,8 @@ def ragged_prefill_kernel(
     first_row = tl.load(item).to(tl.int32)
     first_token = tl.load(item + 1)
     query_len = tl.load(item + 2).to(tl.int32)
+    if query_len == 0:
+        return
     start = tl.load(item + 3).to(tl.int32)
     row = first_row + tl.arange(0, SHAPE.rows)
     token = row // SHAPE.group
@@ -302,7 +305,7 @@ def launch(
         tile = tile_shape(kv.head_dim, q.dtype, kv.format.quantized, longest * group)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     tiles = tiles_on_device(tuple(spans), group, kv.kv_heads, window, tile.rows, q.device, stream)
-    _launch_tiles(q, kv, tiles, tile, scale, window, out, len(tiles.merges) > 0, hopper)
+    launch_tiles(q, kv, tiles, tile, scale, window, out, len(tiles.merges) > 0, hopper)
 
 
 def compile_ahead(q: torch.Tensor, kv: KvLayer, window: int | None) -> None:
@@ -317,10 +320,10 @@ def compile_ahead(q: torch.Tensor, kv: KvLayer, window: int | None) -> None:
     for kind, rows in product(kinds, (1, 1 << 20)):
         tile = tile_shape(kv.head_dim, q.dtype, kind.format.quantized, rows)
         for hopper in {False, prefill_hopper.takes(q, kind, window)}:
-            _launch_tiles(q, kind, tiles, tile, 1.0, window, q, True, hopper)
+            launch_tiles(q, kind, tiles, tile, 1.0, window, q, True, hopper)
 
 
-def _launch_tiles(
+def launch_tiles(
     q: torch.Tensor,
     kv: KvLayer,
     tiles: PrefillTiles,
@@ -331,6 +334,7 @@ def _launch_tiles(
     merged: bool,
     hopper: bool,
 ) -> None:
+    """A work list in tiles of that shape; merged: whether any of its merges are to be done."""
     shape = kernel_shape(kv, q.shape[1] // kv.kv_heads, tile, window is not None, q.dtype)
     lines = max(1, tiles.parts * kv.kv_heads * tile.rows)
     partial = torch.empty(lines, shape.block_d, dtype=torch.float32, device=q.device)

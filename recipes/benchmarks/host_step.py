@@ -28,7 +28,7 @@ def build(args: argparse.Namespace) -> Engine:
     return build_engine(
         EngineArgs(
             model=args.model, device="cpu", kv_cache_gib=args.kv_cache_gib, max_running_requests=max(args.batches),
-            disable_overlap=True,
+            disable_overlap=True, cuda_graph_prefill_tokens=[0],
             cuda_graph_batch_sizes=sorted(args.batches), kv_cache_quant=args.kv_cache_quant, attn_cls=args.attn_cls,
         ),
         null_capture,

@@ -31,6 +31,7 @@ class Again:
 
 
 def captured_llm(model: str, capture: Again | None, **options) -> LLM:
-    """`LLM` with that way to capture."""
+    """`LLM` with that way to capture; steps with prefill chunks only where options say so."""
+    options = {"cuda_graph_prefill_tokens": [0]} | options
     with mock.patch("bladellm_runtime.llm.build_engine", partial(build_engine, capture=capture)):
         return LLM(model, **options)

@@ -64,8 +64,9 @@ def test_sizes_are_captured_from_large_to_small_before_the_engine_is_ready(demo_
     ]
 
 
-def test_on_a_cpu_sizes_are_answered_with_a_warning(demo_model, caplog):
-    options = {"device": "cpu", "kv_cache_gib": 0.05, "cuda_graph_max_batch_size": 9}
+@pytest.mark.parametrize("asked", [{"cuda_graph_max_batch_size": 9}, {"cuda_graph_prefill_tokens": [64]}])
+def test_on_a_cpu_sizes_are_answered_with_a_warning(demo_model, caplog, asked):
+    options = {"device": "cpu", "kv_cache_gib": 0.05, **asked}
     with caplog.at_level(logging.WARNING), captured_llm(str(demo_model), None, **options):
         assert "no CUDA graphs: they need a CUDA device" in caplog.text
 

@@ -155,7 +155,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch,
     all_kinds: captured steps sample as on a GPU, by what a kernel would read of the slots' state.
     """
     rng = random.Random()
-    sizes = {"cuda_graph_batch_sizes": [2, 3, 6]}
+    sizes = {"cuda_graph_batch_sizes": [2, 3, 6], "cuda_graph_prefill_tokens": [0]}
     shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
     factor = 0.3 if "kv_cache_quant" in options else 1
     gib = 190 * token_bytes(demo_model) * factor / GIB

@@ -1,0 +1,125 @@
+"""Steps with prefill chunks as replays, for a few token counts that others are padded to."""
+
+import bisect
+import logging
+from collections.abc import Sequence
+
+import torch
+from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.listed_prefill_attention import listed_cost
+from bladellm_kernels.prefill_costs import Heads
+from bladellm_kernels.prefill_sdpa import layer_heads
+from bladellm_kernels.prefill_tiles import Span
+from torch import Tensor
+
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.cuda_capture import Capture, Work, culprit
+from bladellm_runtime.engine.inputs import FlatPlan
+from bladellm_runtime.engine.mixed_inputs import MixedInputs
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.layers.batch import PrefillRow
+from bladellm_runtime.models.decoder import Decoder
+
+DEFAULT_SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+LAUNCHES = 1250.0
+"""µs that the host takes to launch a layer's operators for a step with prefill chunks. Where attention alone takes the
+device longer, the step is launched eagerly, and has the choice of all kinds of attention."""
+
+logger = logging.getLogger(__name__)
+
+
+def mixed_sizes(args: EngineArgs) -> list[int]:
+    """The token counts to capture, ascending; none above what a step may have."""
+    if args.disable_cuda_graph:
+        return []
+    most = args.ragged_flash_max_batch_tokens
+    wanted = args.cuda_graph_prefill_tokens or DEFAULT_SIZES
+    return sorted({min(size, most) for size in wanted if size})
+
+
+class MixedGraphs:
+    """Captures a step of decode rows and prefill chunks for each of `sizes`, from its tokens to the last layer's
+    output, and replays it for plans that fit.
+
+    Which rows decode and how chunks are cut is read from static arrays (`MixedInputs`). Eager operators take the step
+    from there: how many tokens have logits differs. One stream, one step after the other.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        model: Decoder,
+        arena: KvArena,
+        last_token: Tensor,
+        workspace: DecodeWorkspace | None,
+        rotation: Tensor | None,
+    ) -> None:
+        """last_token: int64 [slots + 1]; the others as in `ModelRunner`."""
+        spec = model.spec
+        self._sizes = sorted(sizes)
+        self._graphs: dict[int, Work] = {}
+        self._model = model
+        self._last_token = last_token
+        self._workspace = workspace
+        self._rotation = rotation
+        self._heads = _heads(model, arena)
+        self._window = None if None in spec.windows else max(window or 0 for window in spec.windows)
+        self.inputs = MixedInputs(self._sizes, arena, self._heads, spec.windows, model.dtype)
+        shape = (self._sizes[-1], spec.hidden_size)
+        self.output = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        """The last layer's, and the residual stream."""
+        self.residual = torch.zeros_like(self.output)
+
+    @torch.inference_mode()
+    def capture_all(self, capture: Capture) -> bool:
+        """Capture every size, the largest first: smaller ones fit into its memory.
+
+        False, with a warning that names the operator, where one of them cannot be captured.
+        """
+        try:
+            for size in reversed(self._sizes):
+                logger.info("caching graph of graph_prefill_tokens=%d", size)
+                self.inputs.send(None, size)
+                self._graphs[size] = self._capture(size, capture)
+        except RuntimeError as error:
+            what = "steps with prefill chunks run without CUDA graphs"
+            logger.warning("%s: %s cannot be captured (%s)", what, culprit(error), error)
+            self._graphs.clear()
+        return bool(self._graphs)
+
+    def send(self, flat: FlatPlan) -> int | None:
+        """Queue the upload of a plan for the least captured size that will do. None, with nothing queued, without
+        chunks, above all sizes, where work lists have no room, and where eager operators are not slower."""
+        if not flat.prefills or self._cost(flat.prefills) > LAUNCHES:
+            return None
+        fitting = self._sizes[bisect.bisect_left(self._sizes, flat.tokens) :]
+        return next((size for size in fitting if self.inputs.send(flat, size)), None)
+
+    def forward(self, flat: FlatPlan, size: int) -> Tensor:
+        """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does."""
+        self._graphs[size]()
+        wanted = self.inputs.logit_tokens(flat, size)
+        return self._model.final_norm(self.output, self.residual, wanted)
+
+    def _cost(self, chunks: Sequence[PrefillRow]) -> float:
+        """µs of prefill attention in a layer."""
+        starts = [chunk.start if self._window is None else min(chunk.start, self._window - 1) for chunk in chunks]
+        spans = [Span(0, chunk.query_len, start, 0, 0) for chunk, start in zip(chunks, starts, strict=True)]
+        return listed_cost(spans, self._heads)
+
+    def _capture(self, size: int, capture: Capture) -> Work:
+        def forward() -> None:
+            batch = self.inputs.batch(size, self._last_token)
+            batch.workspace, batch.rotation = self._workspace, self._rotation
+            output, residual = self._model.run_layers(batch)
+            self.output[:size].copy_(output)
+            if residual is not None:
+                self.residual[:size].copy_(residual)
+
+        return capture(forward)
+
+
+def _heads(model: Decoder, arena: KvArena) -> Heads:
+    spec = model.spec
+    like = torch.empty(0, spec.heads, spec.head_dim, dtype=model.dtype, device=model.device)
+    return layer_heads(like, arena.layer(0), hopper=False)

@@ -1,0 +1,175 @@
+"""What a captured step with prefill chunks reads: arrays that stay where they are, filled by one copy a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from bladellm_kernels.listed_prefill_attention import ListShape, fill_list, list_shape, list_views
+from bladellm_kernels.prefill_costs import Heads
+from bladellm_kernels.prefill_tiles import Span
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bladellm_runtime.engine.host_ring import HostRing
+from bladellm_runtime.engine.inputs import FlatPlan
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.layers.batch import ForwardBatch
+
+CHUNK_TOKENS, LEAST_CHUNKS = 64, 4
+"""Work lists have room for tiles of a chunk for each so many tokens, of `LEAST_CHUNKS` at least."""
+
+Ints = NDArray[np.int64]
+Array = TypeVar("Array", Tensor, Ints)
+
+
+class TokenArrays(NamedTuple, Generic[Array]):
+    """[T] each. prompt_ids: -1 for decode rows, 0 in padding. positions: 0 in padding. kv_rows, granule_rows: as in
+    `ForwardBatch`, -1 in padding, which stores nothing. logit_tokens, and behind the sampling rows' the scored tokens,
+    whose targets are at the same places: read by eager operators, as many as the step has."""
+
+    prompt_ids: Array
+    positions: Array
+    kv_rows: Array
+    granule_rows: Array
+    logit_tokens: Array
+    targets: Array
+
+
+class RowArrays(NamedTuple, Generic[Array]):
+    """[R] each, R sequences at most decode. slots: where the token comes from; in padding, a slot nobody has.
+    base_rows, kv_lens, table_slots: what decode attention reads; a kv_len of 0 in padding, which reads nothing."""
+
+    slots: Array
+    base_rows: Array
+    kv_lens: Array
+    table_slots: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, and a work list a window. Where
+    tokens and rows are even each begins at a multiple of 16 bytes, by which Triton compiles kernels apart."""
+
+    tokens: int
+    rows: int
+    list: ListShape
+    windows: tuple[int | None, ...]
+
+    @property
+    def token_numbers(self) -> int:
+        return len(TokenArrays._fields) * self.tokens
+
+    @property
+    def row_numbers(self) -> int:
+        return len(RowArrays._fields) * self.rows
+
+    @property
+    def numbers(self) -> int:
+        return self.token_numbers + self.row_numbers + len(self.windows) * self.list.numbers
+
+    def split(self, numbers: Array) -> tuple[TokenArrays[Array], RowArrays[Array], dict[int | None, Array]]:
+        """Views of an array of as many numbers."""
+        first, second = self.token_numbers, self.token_numbers + self.row_numbers
+        lists = numbers[second:].reshape(len(self.windows), self.list.numbers)
+        return (
+            TokenArrays(*numbers[:first].reshape(-1, self.tokens)),
+            RowArrays(*numbers[first:second].reshape(-1, self.rows)),
+            dict(zip(self.windows, lists, strict=True)),
+        )
+
+
+class MixedInputs:
+    """The arrays of steps of up to `max(sizes)` tokens, decode rows and prefill chunks. One stream writes and reads
+    them."""
+
+    def __init__(
+        self, sizes: Sequence[int], arena: KvArena, heads: Heads, windows: Sequence[int | None], dtype: torch.dtype
+    ) -> None:
+        """sizes: token counts that steps are padded to. windows: of the model's layers. dtype: the model's."""
+        self._arena = arena
+        layer = arena.layer(0)
+        self._tabled = layer.table is not None
+        self._layouts: dict[int, Layout] = {}
+        for size in sizes:
+            rows = min(size, arena.spec.num_slots)
+            chunks = min(rows, max(LEAST_CHUNKS, size // CHUNK_TOKENS))
+            shape = list_shape(size, chunks, heads, dtype)
+            self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)))
+        most = max(layout.numbers for layout in self._layouts.values())
+        self._static = torch.zeros(most, dtype=torch.int64, device=arena.device)
+        self._host = HostRing(most, arena.device)
+
+    def batch(self, size: int, last_token: Tensor) -> ForwardBatch:
+        """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""
+        layout = self._layouts[size]
+        tokens, rows, lists = layout.split(self._static[: layout.numbers])
+        first = tokens.prompt_ids[: layout.rows]
+        decoded = torch.where(first < 0, last_token.index_select(0, rows.slots), first)
+        return ForwardBatch(
+            input_ids=torch.cat([decoded, tokens.prompt_ids[layout.rows :]]),
+            positions=tokens.positions,
+            kv_rows=tokens.kv_rows,
+            granule_rows=tokens.granule_rows if self._tabled else None,
+            num_decode=layout.rows,
+            decode_base_rows=rows.base_rows,
+            decode_slots=rows.table_slots,
+            decode_kv_lens=rows.kv_lens,
+            max_decode_kv_len=self._arena.spec.max_tokens,
+            prefills=[],
+            logit_tokens=None,
+            kv=self._arena,
+            prefill_lists={window: list_views(numbers, layout.list) for window, numbers in lists.items()},
+        )
+
+    def send(self, flat: FlatPlan | None, size: int) -> bool:
+        """Queue the upload of a plan, padded to `size` tokens; without a plan all of it is padding.
+
+        False, with nothing queued, where a work list has no room for the chunks. Never waits for the device.
+        """
+        layout, buffer = self._layouts[size], self._host.next()
+        host = buffer.array[: layout.numbers]
+        tokens, rows, lists = layout.split(host)
+        prefills = [] if flat is None else flat.prefills
+        chunks = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in prefills]
+        if not all(fill_list(chunks, window, layout.list, target) for window, target in lists.items()):
+            return False
+        self._pad(tokens, rows)
+        if flat is not None:
+            _fill(tokens, rows, flat)
+        self._static[: layout.numbers].copy_(buffer.tensor[: layout.numbers], non_blocking=True)
+        buffer.mark()
+        return True
+
+    def logit_tokens(self, flat: FlatPlan, size: int) -> Tensor:
+        """Of the plan sent last, on the device; its scores get their targets."""
+        layout = self._layouts[size]
+        tokens, _, _ = layout.split(self._static[: layout.numbers])
+        first = len(flat.sampling_rows)
+        for score in flat.scores:
+            score.wanted = tokens.targets[first : first + len(score.targets)]
+            first += len(score.targets)
+        return tokens.logit_tokens[:first]
+
+    def _pad(self, tokens: TokenArrays[Ints], rows: RowArrays[Ints]) -> None:
+        for array, value in zip(tokens, (0, 0, -1, -1, 0, 0), strict=True):
+            array[:] = value
+        for array, value in zip(rows, (self._arena.spec.num_slots, 0, 0, 0), strict=True):
+            array[:] = value
+
+
+def _fill(tokens: TokenArrays[Ints], rows: RowArrays[Ints], flat: FlatPlan) -> None:
+    decode, end, wanted = flat.num_decode, flat.tokens, len(flat.logit_tokens)
+    tokens.prompt_ids[:decode] = -1
+    tokens.prompt_ids[decode:end] = flat.prompt_ids
+    tokens.positions[:end] = flat.positions
+    tokens.kv_rows[:end] = flat.kv_rows
+    if flat.granule_rows is not None:
+        tokens.granule_rows[:end] = flat.granule_rows
+    tokens.logit_tokens[:wanted] = flat.logit_tokens
+    if flat.scores:
+        tokens.targets[len(flat.sampling_rows) : wanted] = np.concatenate([score.targets for score in flat.scores])
+    rows.slots[:decode] = rows.table_slots[:decode] = flat.decode_slots
+    rows.base_rows[:decode] = flat.decode_base_rows
+    rows.kv_lens[:decode] = flat.decode_kv_lens

@@ -1,0 +1,153 @@
+"""RaggedAttention, prefill, for captured graphs: the chunks are a work list of fixed length in device memory.
+
+What is captured is one launch (two where keys are divided) with a program for every entry that the list may have. The
+host writes the list anew for every step; entries that a step does not need have no queries, and their programs end at
+once. Decode rows and padding are in no entry.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.prefill_costs import KERNEL_CALL, Heads, chunk_cost
+from bladellm_kernels.prefill_tiles import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    PROGRAMS,
+    PrefillTiles,
+    Span,
+    TileShape,
+    list_tiles,
+    tile_shape,
+)
+from bladellm_kernels.ragged_prefill_attention import takes_kernels
+
+
+class ListShape(NamedTuple):
+    """What is the same for all lists of a captured step: rows of a tile, query heads of a KV head, KV heads; entries
+    that the list has room for, and of these the ones that may see a part of their keys."""
+
+    rows: int
+    group: int
+    kv_heads: int
+    items: int
+    merges: int
+    parts: int
+
+    @property
+    def item_numbers(self) -> int:
+        """int64 numbers of the items, with a spare one so that merges begin at a multiple of 16 bytes."""
+        return (self.items * ITEM_FIELDS + 1) // 2 * 2
+
+    @property
+    def numbers(self) -> int:
+        """int64 numbers of the list, a multiple of 16 bytes."""
+        return self.item_numbers + (self.merges * MERGE_FIELDS + 1) // 2 * 2
+
+
+def list_shape(tokens: int, chunks: int, heads: Heads, dtype: torch.dtype) -> ListShape:
+    """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`.
+
+    There is room for every tile of such a step, and for the parts of one chunk whose keys are divided.
+    """
+    group = heads.query // heads.kv
+    tile = _tile(tokens, group, heads.dim, dtype, heads.quantized)
+    parts = max(2, PROGRAMS // heads.kv)
+    items = -(-tokens * group // tile.rows) + chunks + parts
+    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts)
+
+
+def fill_list(spans: Sequence[Span], window: int | None, shape: ListShape, target: NDArray[np.int64]) -> bool:
+    """Write the work of the chunks to `target`, int64 [shape.numbers], on the host. False where there is no room."""
+    items, merges = list_tiles(spans, shape.group, shape.kv_heads, window, shape.rows)
+    parts = sum(item[8] >= 0 for item in items)
+    if len(items) > shape.items or len(merges) > shape.merges or parts > shape.parts:
+        return False
+    target[:] = 0
+    target[: len(items) * ITEM_FIELDS].reshape(-1, ITEM_FIELDS)[:] = items or np.empty((0, ITEM_FIELDS))
+    if merges:
+        first = shape.item_numbers
+        target[first : first + len(merges) * MERGE_FIELDS].reshape(-1, MERGE_FIELDS)[:] = merges
+    return True
+
+
+def list_views(numbers: torch.Tensor, shape: ListShape) -> PrefillTiles:
+    """The list in int64 [shape.numbers] on the device, as `listed_prefill_attention` takes it."""
+    last = shape.items * ITEM_FIELDS
+    merges = numbers[shape.item_numbers :][: shape.merges * MERGE_FIELDS]
+    return PrefillTiles(numbers[:last].view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), shape.parts)
+
+
+def listed_cost(spans: Sequence[Span], heads: Heads) -> float:
+    """µs of `listed_prefill_attention` on a layer, by the model of `prefill_costs`."""
+    return KERNEL_CALL + sum(chunk_cost(heads, span, heads.quantized, len(spans) == 1) for span in spans)
+
+
+def listed_prefill_attention(
+    q: torch.Tensor, kv: KvLayer, tiles: PrefillTiles, scale: float, window: int | None, out: torch.Tensor
+) -> None:
+    """`ragged_prefill_attention` of the chunks in a list of `fill_list` for steps of as many tokens as q has.
+
+    q, out: [T, Hq, D]. kv: as there, of any format. tiles: from `list_views`, for the same window. Writes the rows of
+    the chunks' tokens and no others. On CUDA it launches only, reads lengths on the device, and can be captured.
+    """
+    tile = _tile(q.shape[0], q.shape[1] // kv.kv_heads, kv.head_dim, q.dtype, kv.format.quantized)
+    if not takes_kernels(q, kv):
+        _attend_plainly(q, kv, tiles, tile.rows, scale, window, out)
+        return
+    from bladellm_kernels import prefill_hopper, ragged_prefill_triton
+
+    hopper = prefill_hopper.takes(q, kv, window)
+    ragged_prefill_triton.launch_tiles(q, kv, tiles, tile, scale, window, out, True, hopper)
+
+
+def _tile(tokens: int, group: int, head_dim: int, dtype: torch.dtype, quantized: bool) -> TileShape:
+    return tile_shape(head_dim, dtype, quantized, tokens * group)
+
+
+def _attend_plainly(
+    q: torch.Tensor, kv: KvLayer, tiles: PrefillTiles, rows: int, scale: float, window: int | None, out: torch.Tensor
+) -> None:
+    """The list by PyTorch's operators, entry by entry; reads it on the host."""
+    group = q.shape[1] // kv.kv_heads
+    parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for first_row, first, query_len, start, base_row, slot, key_first, key_end, part in tiles.items.tolist():
+        if not query_len:
+            continue
+        row = torch.arange(first_row, min(first_row + rows, query_len * group), device=q.device)
+        queries = _by_kv_head(q[first : first + query_len], kv.kv_heads)[:, row].float()
+        k, v = kv_read(kv, base_row, slot, key_first, key_end, torch.float32).permute(1, 2, 0, 3)
+        key = torch.arange(key_first, key_end, device=q.device)
+        position = (start + row // group).unsqueeze(1)
+        visible = key <= position if window is None else (key <= position) & (key > position - window)
+        scores = (queries @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))
+        # A row may see no key of its part.
+        attended, lse = scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+        if part < 0:
+            _store(attended, out[first : first + query_len], row, group)
+        else:
+            parts[part] = attended, lse
+    for first_row, first, query_len, part, count in tiles.merges.tolist():
+        if query_len:
+            row = torch.arange(first_row, min(first_row + rows, query_len * group), device=q.device)
+            attended, lse = (torch.stack(each) for each in zip(*(parts[part + i] for i in range(count)), strict=True))
+            merged = (attended * lse.softmax(0).unsqueeze(-1)).sum(0)
+            _store(merged, out[first : first + query_len], row, group)
+
+
+def _by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """q [n, Hq, D] -> [Hk, n · group, D], rows as in `list_tiles`."""
+    queries, heads, head_dim = q.shape
+    return q.view(queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).flatten(1, 2)
+
+
+def _store(attended: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group: int) -> None:
+    """attended [Hk, rows, D] to out [n, Hq, D]."""
+    kv_heads = attended.shape[0]
+    target = out.unflatten(1, (kv_heads, group))
+    target[row // group, :, row % group] = attended.transpose(0, 1).to(out.dtype)

@@ -1,0 +1,259 @@
+"""Captured steps with prefill chunks: padding and work lists change no token and touch nobody's memory."""
+
+import logging
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from bladellm_kernels import prefill_tiles
+
+from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine import mixed_graphs
+from bladellm_runtime.engine.build import build_engine
+from bladellm_runtime.engine.inputs import SlotTokens, flatten
+from bladellm_runtime.engine.memory import graph_bytes
+from bladellm_runtime.engine.mixed_graphs import MixedGraphs, mixed_sizes
+from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.models.config import read_model_spec
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from tests.engine import reference
+from tests.engine.captured import Again, captured_llm
+from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
+from tests.engine.test_step_graphs import FAMILIES, FORMATS, PROMPTS, drive, random_requests
+from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
+
+SIZES = {"cuda_graph_batch_sizes": [9], "cuda_graph_prefill_tokens": [8, 20, 64, 200]}
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("no overlap", "relocating", "overlap")]
+
+
+def count_mixed(llm_or_engine) -> list[int]:
+    """The sizes of the captured steps with chunks from now on."""
+    core = getattr(llm_or_engine, "_engine", llm_or_engine).core
+    sizes, mixed = [], core._runner._mixed
+    forward = mixed.forward
+
+    def counted(flat, size):
+        sizes.append(size)
+        return forward(flat, size)
+
+    mixed.forward = counted
+    return sizes
+
+
+@pytest.mark.parametrize("way", ["chunks of 7", "paged", *SLOW])
+def test_tokens_are_those_of_transformers(demo_model, way, monkeypatch):
+    """16 requests in 11 slots: steps of decode rows beside one chunk and several, and of chunks alone."""
+    monkeypatch.setattr(prefill_tiles, "PART_KEYS", 16)
+    options = {"max_running_requests": 11, "kv_cache_gib": 0.25, **WAYS[way], **SIZES}
+    with captured_llm(str(demo_model), Again(), dtype="float32", device="cpu", **options) as llm:
+        sizes = count_mixed(llm)
+        params = [greedy_params() for _ in PROMPTS]
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    assert len(sizes) > 1
+    assert_equal(demo_model, PROMPTS, found)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_quant": format, "kv_cache_gib": 0.1}
+    found = []
+    for way in ({"disable_cuda_graph": True}, {**SIZES, "prefill_chunk_tokens": 13}):
+        with captured_llm(str(demo_model), Again(), **options, **way) as llm:
+            sizes = [] if "disable_cuda_graph" in way else count_mixed(llm)
+            for _ in range(2):
+                found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS[:7], params)])
+    assert sizes
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
+    """Logits equal the eager ones although the memory around is NaN, and only the rows' own places are written."""
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    model = load_tiny(tmp_path)
+    eager, captured = Sequences(model, slots=6), Sequences(model, slots=6)
+    tokens = [SlotTokens.of(SlotLoad(slot, 0, random_prompt(150), 150, SamplingParams(), 0)) for slot in range(6)]
+    last_token = torch.zeros(7, dtype=torch.int64)
+    graphs = MixedGraphs([8, 40, 70], model, captured.arena, last_token, None, None)
+    capture = Again()
+    assert graphs.capture_all(capture)
+    capture.before = lambda: (graphs.output.fill_(torch.nan), graphs.residual.fill_(torch.nan))
+    used = set()
+    for step in range(14):
+        ready = [slot for slot in range(6) if captured.lengths[slot]]
+        decodes = random.sample(ready, random.randint(0, min(3, len(ready)))) if step else []
+        chunks = random.sample([slot for slot in range(6) if slot not in decodes], random.randint(1, 2))
+        lengths = [1] * len(decodes) + [random.choice((1, 2, 5, 17)) for _ in chunks]
+        slots, starts = decodes + chunks, [captured.lengths[slot] for slot in decodes + chunks]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        rows = [tokens[s].ids[a:b].tolist() for s, a, b in zip(slots, starts, ends, strict=True)]
+        expected = eager.step(list(zip(slots, rows, strict=True)), decode=False)
+        last_token[:] = torch.randint(97, (7,))
+        last_token[decodes] = torch.tensor([row[0] for row in rows[: len(decodes)]], dtype=torch.int64)
+        plan = StepPlan(step, [], slots=slots, starts=starts, query_lens=lengths, num_decode=len(decodes))
+        plan.samples = [True] * len(slots)
+        before = captured.arena.rows.clone()
+        found, size = run_poisoned(graphs, flatten(plan, tokens, captured.arena))
+        used.add(size)
+        torch.testing.assert_close(
+            model.logits(found), torch.stack([row[-1] for row in expected]), atol=1e-4, rtol=1e-4
+        )
+        for slot, start, end in zip(slots, starts, ends, strict=True):
+            base = captured.arena.base_row(slot)
+            before[base + start : base + end] = captured.arena.rows[base + start : base + end]
+            captured.lengths[slot] = end
+        assert torch.equal(captured.arena.rows.view(torch.int32), before.view(torch.int32))
+    assert len(used) > 1
+
+
+def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
+    """A step whose arrays, on the host too, were far outside of everything before they were written."""
+    with torch.inference_mode():
+        graphs.inputs._static.fill_(2**40)
+        for buffer in graphs.inputs._host._buffers:
+            buffer.array[:] = 2**40
+        size = graphs.send(flat)
+        return graphs.forward(flat, size), size
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
+        {"attn_cls": "paged", "kv_cache_quant": "int8", "prefill_chunk_tokens": 7},
+        pytest.param({"kv_arena": "relocating", "disable_overlap": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
+    """Arrivals, aborts, preemption, prefix hits, all kinds of sampling, poison before every replay."""
+    rng = random.Random()
+    shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
+    gib = 190 * token_bytes(demo_model) * (0.3 if "kv_cache_quant" in options else 1) / GIB
+    requests, found = None, []
+    for way in ({**SIZES, "kv_cache_gib": gib}, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
+        capture = Again()
+        engine = build_engine(EngineArgs(model=str(demo_model), **(shape | options | way)), capture)
+        requests = requests or random_requests(rng, 25, engine.ready.vocab_size)
+        if way.get("disable_cuda_graph"):
+            assert engine.core._runner._mixed is None
+        else:
+            sizes = count_mixed(engine)
+            poison(capture, engine.core._runner._mixed)
+        found.append(drive(engine, requests, rng))
+        preemptions = engine.core.stats(time.monotonic()).preemptions
+        engine.core.close()
+        assert preemptions > 0 or "disable_cuda_graph" in way
+    assert len(sizes) > 5
+    (tokens, aborted), (expected, missing) = found
+    for request in requests:
+        one, other = tokens[request.request_id], expected[request.request_id]
+        length = min(len(one), len(other))
+        assert one[:length] == other[:length], (request, options)
+        assert len(one) == len(other) or request.request_id in aborted | missing
+
+
+def poison(capture: Again, graphs: MixedGraphs) -> None:
+    """Before a plan is sent, the arrays are far outside of everything; before a replay, what it leaves is NaN."""
+    send = graphs.inputs.send
+
+    def before() -> None:
+        graphs.output.fill_(torch.nan)
+        graphs.residual.fill_(torch.nan)
+        graphs._last_token[-1] = random.randrange(97)
+
+    def poisoned_send(flat, size) -> bool:
+        graphs.inputs._static.fill_(2**40)
+        return send(flat, size)
+
+    capture.before, graphs.inputs.send = before, poisoned_send
+
+
+def test_scores_of_prompts_are_those_of_eager_steps(demo_model):
+    """Scored chunks beside others and beside decode rows, with log-probabilities of what is sampled."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=index % 3, prompt_logprobs=scored)
+        for index, scored in enumerate((None, 2, 0, None, 3, None, 1))
+    ]
+    found = []
+    for way in ({"disable_cuda_graph": True}, {**SIZES, "prefill_chunk_tokens": 9}):
+        options = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1, "disable_prompt_cache": True, **way}
+        with captured_llm(str(demo_model), Again(), **options) as llm:
+            sizes = [] if "disable_cuda_graph" in way else count_mixed(llm)
+            found.append(llm.generate(PROMPTS[:7], params))
+    assert sizes
+    for one, other in zip(*found, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        for entry, expected in zip(one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True):
+            assert entry.token_ids[0] == expected.token_ids[0]
+            assert entry.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_steps_that_do_not_fit_are_eager(demo_model, monkeypatch):
+    """Above the sizes, with more chunks than a list has room for, and where attention takes long."""
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1, "max_running_requests": 200}
+    options["disable_prompt_cache"] = True
+    with captured_llm(str(demo_model), Again(), **options, cuda_graph_prefill_tokens=[64, 128]) as llm:
+        sizes = count_mixed(llm)
+        for prompts, expected in (([[5] * 129], []), ([[5] * 30], [64]), ([[5] * 65], [128])):
+            sizes.clear()
+            llm.generate(prompts, SamplingParams(max_tokens=1))
+            assert sizes == expected
+        sizes.clear()
+        llm.generate([[index + 3] for index in range(120)], SamplingParams(max_tokens=1))
+        assert 120 not in sizes
+        assert len(sizes) < 2
+        monkeypatch.setattr(mixed_graphs, "LAUNCHES", 0.0)
+        sizes.clear()
+        llm.generate([[7] * 30], SamplingParams(max_tokens=1))
+        assert sizes == []
+
+
+def test_sizes_end_at_the_tokens_of_a_step():
+    def sizes(**options) -> list[int]:
+        return mixed_sizes(EngineArgs(model="m", **options))
+
+    assert sizes()[:6] == [32, 64, 128, 192, 256, 384]
+    assert sizes()[-1] == 2048
+    assert sizes(ragged_flash_max_batch_tokens=200) == [32, 64, 128, 192, 200]
+    assert sizes(ragged_flash_max_batch_tokens=8192)[-1] == 2048
+    assert sizes(cuda_graph_prefill_tokens=[3, 3000]) == [3, 2048]
+    assert sizes(cuda_graph_prefill_tokens=[0]) == []
+    assert sizes(cuda_graph_prefill_tokens=[5], disable_cuda_graph=True) == []
+    with pytest.raises(ConfigError, match="--cuda_graph_prefill_tokens must be ascending, each size once; got 4 2"):
+        sizes(cuda_graph_prefill_tokens=[4, 2])
+
+
+def test_memory_is_set_aside_for_the_tokens_of_the_largest(demo_model):
+    spec = read_model_spec(demo_model)
+
+    def needed(*sizes: int, **options) -> int:
+        args = EngineArgs(model="m", cuda_graph_prefill_tokens=list(sizes), **options)
+        return graph_bytes(args, spec, torch.float16)
+
+    assert needed(2048, disable_cuda_graph=True) == 0
+    # The residual stream, what the last layer leaves and the MLP's numbers, at least.
+    row = 2 * (3 * spec.hidden_size + 2 * spec.intermediate_size)
+    assert needed(2048) - needed(1024) >= 1024 * row
+    assert needed(32, 2048) - needed(2048) < 1 << 24
+
+
+def test_what_cannot_be_captured_is_named_and_decode_graphs_stay(demo_model, caplog, monkeypatch):
+    def boom(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("bladellm_runtime.layers.attention.listed_prefill_attention", boom)
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1, **SIZES}
+    with caplog.at_level(logging.WARNING), captured_llm(str(demo_model), Again(), **options) as llm:
+        outputs = llm.generate([reference.PROMPTS[0]], greedy_params())
+        runner = llm._engine.core._runner
+        assert runner._mixed is None
+        assert runner._graphs is not None
+    assert_equal(demo_model, [reference.PROMPTS[0]], [outputs[0].outputs[0].token_ids])
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "steps with prefill chunks run without CUDA graphs: attention._attend cannot be captured" in warnings[0]

@@ -1,0 +1,176 @@
+"""Prefill attention by work lists of fixed length: room, empty entries, and every way to carry a list out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from bladellm_kernels import prefill_tiles
+from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.listed_prefill_attention import (
+    ListShape,
+    fill_list,
+    list_shape,
+    list_views,
+    listed_cost,
+    listed_prefill_attention,
+)
+from bladellm_kernels.prefill_costs import Heads
+from bladellm_kernels.prefill_tiles import ITEM_FIELDS, Span, TileShape, list_tiles
+from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_reference
+
+from tests.kernels.conditions import DEVICES, assert_close
+from tests.kernels.prefill_support import SPANS, prefill_case, run_interpreted
+
+POISON = 2**40
+
+
+def listed(spans, window, shape: ListShape, device="cpu"):
+    """The list of a step, written over whatever the step before left."""
+    numbers = np.full(shape.numbers, POISON)
+    assert fill_list(spans, window, shape, numbers)
+    return list_views(torch.from_numpy(numbers).to(device), shape)
+
+
+def shape_for(q, kv, chunks: int) -> ListShape:
+    heads = Heads(q.shape[1], kv.kv_heads, kv.head_dim, quantized=kv.format.quantized)
+    return list_shape(q.shape[0], chunks, heads, q.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 6, 200])
+@pytest.mark.parametrize("heads", [(6, 2, 32), (5, 5, 16), (7, 1, 96)], ids=str)
+@pytest.mark.parametrize("part", [1024, 16])
+def test_lists_give_the_reference(device, window, heads, part, monkeypatch):
+    """Chunks one by one and together; with short parts most of them are divided. Other rows keep what they have."""
+    monkeypatch.setattr(prefill_tiles, "PART_KEYS", part)
+    q, kv, chunks = prefill_case("no_quant", torch.float32, heads, SPANS, device)
+    expected = ragged_prefill_attention_reference(q, kv, chunks, 0.2, window)
+    for spans in [chunks] if part == 1024 else [[chunk] for chunk in chunks]:
+        out = torch.full(q.shape, 7.0, device=device)
+        shape = shape_for(q, kv, len(chunks))
+        listed_prefill_attention(q, kv, listed(spans, window, shape, device), 0.2, window, out)
+        inside = torch.zeros(len(q), dtype=torch.bool)
+        for span in spans:
+            inside[span.first : span.first + span.query_len] = True
+        assert_close(out[inside], expected[inside], torch.float32)
+        assert (out[~inside] == 7).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "paged"), [*((name, False) for name in KV_FORMATS), ("no_quant", True), ("int4", True)]
+)
+def test_every_kv_format(device, name, paged):
+    q, kv, chunks = prefill_case(name, torch.float16, (6, 2, 32), SPANS, device, paged=paged)
+    out = torch.full(q.shape, 7.0, dtype=q.dtype, device=device)
+    listed_prefill_attention(q, kv, listed(chunks, 9, shape_for(q, kv, len(chunks)), device), 0.2, 9, out)
+    assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.2, 9)[2:], q.dtype)
+    assert (out[:2] == 7).all()
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 1, 64)], ids=str)
+@pytest.mark.parametrize("tokens", [32, 96, 1024, 2048])
+def test_there_is_room_for_every_step_of_few_chunks(heads, tokens):
+    """However the tokens are shared out, wherever chunks start; one chunk's keys may be divided."""
+    shape = list_shape(tokens, 4, Heads(*heads), torch.bfloat16)
+    target = np.empty(shape.numbers, dtype=np.int64)
+    for _ in range(20):
+        cuts = np.sort(np.random.randint(1, tokens, 3))
+        lengths = np.diff([0, *cuts, tokens])
+        spans = [Span(0, int(length), 0, 0, slot) for slot, length in enumerate(lengths) if length]
+        spans[0] = spans[0]._replace(start=int(np.random.randint(100_000)))
+        assert fill_list(spans, None, shape, target)
+    assert not fill_list([Span(0, 1, 0, 0, slot) for slot in range(shape.items + 1)], None, shape, target)
+
+
+def test_many_divided_chunks_have_no_room():
+    shape = list_shape(256, 4, Heads(32, 8, 128), torch.bfloat16)
+    target = np.empty(shape.numbers, dtype=np.int64)
+    assert fill_list([Span(0, 16, 60_000, 0, 0)], None, shape, target)
+    assert not fill_list([Span(0, 16, 60_000, 0, slot) for slot in range(2)], None, shape, target)
+
+
+def test_cost_grows_with_the_prefix():
+    heads = Heads(32, 8, 128, hopper=True)
+    costs = [listed_cost([Span(0, 1024, start, 0, 0)], heads) for start in (0, 4096, 32768)]
+    assert costs == sorted(costs)
+    assert listed_cost([], heads) < costs[0]
+
+
+def interpreted() -> None:
+    """The Triton kernels on lists with room to spare."""
+    from bladellm_kernels.ragged_prefill_triton import launch_tiles
+
+    for part, window, name in [(1024, None, "no_quant"), (16, None, "no_quant"), (16, 9, "int8")]:
+        prefill_tiles.PART_KEYS = part
+        q, kv, chunks = prefill_case(name, torch.float32, (6, 2, 32), [(0, 5), (40, 1), (13, 30)])
+        shape = ListShape(16, 3, 2, 40, 20, 30)
+        out = torch.full(q.shape, 7.0)
+        tiles = listed(chunks, window, shape)
+        launch_tiles(q, kv, tiles, TileShape(16, 16, 4, 1), 0.21, window, out, True, False)
+        assert (out[:2] == 7).all()
+        assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.21, window)[2:], torch.float32)
+
+
+def test_the_kernels_interpreted_give_the_same():
+    pytest.importorskip("triton")
+    run_interpreted("tests.kernels.test_listed_prefill_attention:interpreted")
+
+
+def test_the_hopper_kernel_leaves_empty_entries_out():
+    pytest.importorskip("triton")
+    from bladellm_kernels import prefill_hopper as module
+
+    from tests.kernels.gluon_support import run_program
+
+    q, kv, chunks = prefill_case("no_quant", torch.float32, (2, 1, 16), [(3, 20)])
+    items, _ = list_tiles(chunks, 2, 1, None, 16)
+    tiles = listed(chunks, None, ListShape(16, 2, 1, len(items) + 2, 2, 2))
+    out, spare = torch.full(q.shape, 7.0), torch.full((1, 16), math.nan)
+    for program in range(len(tiles.items)):
+        run_program(
+            module.hopper_prefill_kernel, program, True,
+            q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1), kv.payload, *kv.payload.stride()[:3],
+            tiles.items, spare, spare[0], 0.2 * math.log2(math.e),
+            FIELDS=ITEM_FIELDS, SHAPE=module.Shape(1, 2, 16, 16, 16), EARLY=False,
+        )  # fmt: skip
+    assert (out[:2] == 7).all()
+    assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.2)[2:], torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["no_quant", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (4, 4, 64)], ids=str)
+def test_a_captured_launch_serves_every_list(name, heads):
+    spans = [(0, 1), (0, 300), (513, 200), (7000, 65), (3, 40), (64, 130)]
+    q, kv, chunks = prefill_case(name, torch.bfloat16, heads, spans, "cuda")
+    shape = shape_for(q, kv, len(spans))
+    numbers, out = torch.zeros(shape.numbers, dtype=torch.int64, device="cuda"), torch.empty_like(q)
+    tiles, graph = list_views(numbers, shape), torch.cuda.CUDAGraph()
+    listed_prefill_attention(q, kv, tiles, 0.1, None, out)
+    with torch.cuda.graph(graph):
+        listed_prefill_attention(q, kv, tiles, 0.1, None, out)
+    expected = ragged_prefill_attention_reference(q.cpu(), on_cpu(kv), chunks, 0.1)
+    for some in ([], chunks[:1], chunks[3:4], chunks[1:3], chunks):
+        numbers.copy_(torch.from_numpy(filled(some, shape)))
+        out.fill_(7)
+        graph.replay()
+        found = out.cpu()
+        inside = torch.zeros(len(q), dtype=torch.bool)
+        for span in some:
+            inside[span.first : span.first + span.query_len] = True
+        assert (found[~inside] == 7).all()
+        assert_close(found[inside], expected[inside], torch.bfloat16)
+
+
+def filled(spans, shape: ListShape) -> np.ndarray:
+    numbers = np.full(shape.numbers, POISON)
+    assert fill_list(spans, None, shape, numbers)
+    return numbers
+
+
+def on_cpu(kv):
+    table, scales = (None if each is None else each.cpu() for each in (kv.table, kv.scales))
+    return type(kv)(kv.payload.cpu(), kv.format, kv.granule_tokens, table, scales, kv.paged)
