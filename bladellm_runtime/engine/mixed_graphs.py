@@ -122,4 +122,4 @@ class MixedGraphs:
 def _heads(model: Decoder, arena: KvArena) -> Heads:
     spec = model.spec
     like = torch.empty(0, spec.heads, spec.head_dim, dtype=model.dtype, device=model.device)
-    return layer_heads(like, arena.layer(0), hopper=False)
+    return layer_heads(like, arena.layer(0))

@@ -1,7 +1,7 @@
 """Time ragged prefill attention beside torch's attention on plain tensors.
 
 python kernels/benchmarks/prefill_attention.py [--heads 32x8x128] [--cases 8192 2048+5000 512,512,2048+8192]
-                                               [--formats no_quant int8] [--ways operator hopper] [--json]
+                                               [--formats no_quant int8] [--ways operator triton] [--json]
 
 A case is a batch of chunks, QUERIES or QUERIES+PREFIX each. 100 % is the better of the cuDNN and the flash back end of
 `scaled_dot_product_attention` on a whole sequence of contiguous tensors, and for a prefix the same rate of operations
@@ -152,17 +152,11 @@ def routes(
     yield "operator, out=", lambda: ragged_prefill_attention(q, kv, spans, scale, out=out)
     if not takes_kernels(q, kv):
         return
-    from bladellm_kernels import prefill_hopper
     from bladellm_kernels.ragged_prefill_triton import launch
 
     yield "triton", lambda: launch(q, kv, spans, scale, None, out, tile)
-    hopper = prefill_hopper.takes(q, kv, None)
     if kv.format.quantized:
         yield "triton on numbers", lambda: _launch_on_numbers(q, kv, spans, scale, out, tile)
-        if hopper:
-            yield "hopper on numbers", lambda: _launch_on_numbers(q, kv, spans, scale, out, tile, True)
-    elif hopper:
-        yield "hopper", lambda: launch(q, kv, spans, scale, None, out, hopper=True)
     if q.dtype != torch.float32:
         for name, aside in (("cuDNN parts", True), ("cuDNN parts, one stream", False)):
             yield name, partial(_attend_by_parts, q, kv, spans, scale, out, aside)
@@ -175,12 +169,11 @@ def _launch_on_numbers(
     scale: float,
     out: torch.Tensor,
     tile: TileShape | None,
-    hopper: bool = False,
 ) -> None:
     from bladellm_kernels.ragged_prefill_triton import launch
 
     for plain, moved in dequantized_layers(kv, spans, None, q.dtype, SCRATCH_ELEMENTS):
-        launch(q, plain, moved, scale, None, out, tile, hopper)
+        launch(q, plain, moved, scale, None, out, tile)
 
 
 def _attend_by_parts(

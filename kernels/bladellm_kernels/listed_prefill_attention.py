@@ -100,10 +100,9 @@ def listed_prefill_attention(
     if not takes_kernels(q, kv):
         _attend_plainly(q, kv, tiles, tile.rows, scale, window, out)
         return
-    from bladellm_kernels import prefill_hopper, ragged_prefill_triton
+    from bladellm_kernels import ragged_prefill_triton
 
-    hopper = prefill_hopper.takes(q, kv, window)
-    ragged_prefill_triton.launch_tiles(q, kv, tiles, tile, scale, window, out, True, hopper)
+    ragged_prefill_triton.launch_tiles(q, kv, tiles, tile, scale, window, out, True)
 
 
 def _tile(tokens: int, group: int, head_dim: int, dtype: torch.dtype, quantized: bool) -> TileShape:

@@ -13,8 +13,6 @@ from bladellm_kernels.prefill_tiles import Span, key_parts
 
 # Scalar operations a µs: of cuDNN at its best, and of the Triton kernel on plain and on quantized memory.
 LIBRARY_RATE, KERNEL_RATE, FUSED_RATE = 690e6, 515e6, 188e6
-# Of the kernel for Hopper: what the cycles of its loop come to, not a measurement.
-HOPPER_RATE = 600e6
 # Bytes a µs of a copy, and of one multiprocessor's share of cuDNN's rate; µs a launch.
 COPY_RATE = 3.5e6
 MULTIPROCESSORS = 132
@@ -32,8 +30,7 @@ SCRATCH_ELEMENTS = 128 * 1024 * 1024
 class Heads:
     """Query heads, KV heads and their dimensions; bytes of a number in q, and of a stored one.
 
-    in_place: an operator takes stored rows as they are; quantized: they are codes; hopper: plain numbers are for
-    `prefill_hopper`.
+    in_place: an operator takes stored rows as they are; quantized: they are codes.
     """
 
     query: int
@@ -43,7 +40,6 @@ class Heads:
     stored_bytes: float = 2.0
     in_place: bool = True
     quantized: bool = False
-    hopper: bool = False
 
     @property
     def elements(self) -> int:
@@ -88,7 +84,7 @@ def chunk_cost(heads: Heads, span: Span, fused: bool, alone: bool = False) -> fl
     """
     prefix, square = span.query_len * span.start, span.query_len * (span.query_len + 1) / 2
     scores = square + prefix * (_idle_factor(heads, span) if alone else 1.0)
-    rate = FUSED_RATE if fused else HOPPER_RATE if heads.hopper else KERNEL_RATE
+    rate = FUSED_RATE if fused else KERNEL_RATE
     return KERNEL_ELEMENT * span.query_len * heads.elements + 4 * heads.elements * scores / rate
 
 

@@ -128,11 +128,11 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def layer_heads(q: torch.Tensor, kv: KvLayer, hopper: bool = False) -> Heads:
-    """What the cost of attention depends on, beside lengths; hopper: as in `Heads`."""
+def layer_heads(q: torch.Tensor, kv: KvLayer) -> Heads:
+    """What the cost of attention depends on, beside lengths."""
     stored = kv.payload.dtype.itemsize / kv.format.per_element
     quantized, itemsize = kv.format.quantized, q.dtype.itemsize
-    return Heads(q.shape[1], kv.kv_heads, kv.head_dim, itemsize, stored, in_place(kv), quantized, hopper)
+    return Heads(q.shape[1], kv.kv_heads, kv.head_dim, itemsize, stored, in_place(kv), quantized)
 
 
 def longest_piece(kv: KvLayer) -> int:

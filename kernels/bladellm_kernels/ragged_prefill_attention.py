@@ -100,21 +100,20 @@ def _attend_on_cuda(
     out: torch.Tensor | None,
     planned: PlannedCalls | None,
 ) -> torch.Tensor:
-    from bladellm_kernels import prefill_hopper, prefill_sdpa, ragged_prefill_triton
+    from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
 
     longest = max(span.start + span.query_len for span in spans)
     cudnn = cudnn_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
-    hopper = prefill_hopper.takes(q, kv, window)
-    heads = prefill_sdpa.layer_heads(q, kv, hopper)
+    heads = prefill_sdpa.layer_heads(q, kv)
     routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window, planned)
     if alone and routes.cudnn:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale, planned=planned)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for plain, moved in dequantized_layers(kv, routes.dequantized, window, q.dtype, SCRATCH_ELEMENTS):
-        ragged_prefill_triton.launch(q, plain, moved, scale, window, out, hopper=hopper)
+        ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
     if routes.stored:
-        ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out, hopper=hopper)
+        ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)
     for span in routes.cudnn:
         prefill_sdpa.attend_chunk(q, kv, span, scale, out, planned=planned)
     return out

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels import prefill_hopper
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
@@ -293,19 +292,15 @@ def launch(
     window: int | None,
     out: torch.Tensor,
     tile: TileShape | None = None,
-    hopper: bool = False,
 ) -> None:
-    """`ragged_prefill_attention` by one kernel, and a merge where keys are divided; the arguments have been checked.
-
-    hopper: by that of `prefill_hopper`, which must take them, where numbers are plain and tiles full ones.
-    """
+    """`ragged_prefill_attention` by one kernel, and a merge where keys are divided; the arguments have been checked."""
     group = q.shape[1] // kv.kv_heads
     if tile is None:
         longest = max(span.query_len for span in spans)
         tile = tile_shape(kv.head_dim, q.dtype, kv.format.quantized, longest * group)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     tiles = tiles_on_device(tuple(spans), group, kv.kv_heads, window, tile.rows, q.device, stream)
-    launch_tiles(q, kv, tiles, tile, scale, window, out, len(tiles.merges) > 0, hopper)
+    launch_tiles(q, kv, tiles, tile, scale, window, out, len(tiles.merges) > 0)
 
 
 def compile_ahead(q: torch.Tensor, kv: KvLayer, window: int | None) -> None:
@@ -319,8 +314,7 @@ def compile_ahead(q: torch.Tensor, kv: KvLayer, window: int | None) -> None:
     tiles = PrefillTiles(fields, fields, 0)
     for kind, rows in product(kinds, (1, 1 << 20)):
         tile = tile_shape(kv.head_dim, q.dtype, kind.format.quantized, rows)
-        for hopper in {False, prefill_hopper.takes(q, kind, window)}:
-            launch_tiles(q, kind, tiles, tile, 1.0, window, q, True, hopper)
+        launch_tiles(q, kind, tiles, tile, 1.0, window, q, True)
 
 
 def launch_tiles(
@@ -332,7 +326,6 @@ def launch_tiles(
     window: int | None,
     out: torch.Tensor,
     merged: bool,
-    hopper: bool,
 ) -> None:
     """A work list in tiles of that shape; merged: whether any of its merges are to be done."""
     shape = kernel_shape(kv, q.shape[1] // kv.kv_heads, tile, window is not None, q.dtype)
@@ -340,14 +333,11 @@ def launch_tiles(
     partial = torch.empty(lines, shape.block_d, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(lines, dtype=torch.float32, device=q.device)
     target, early = Rows(out, out.stride(0), out.stride(1)), early_launch(q.device)
-    if hopper and not kv.format.quantized and tile.rows == prefill_hopper.ROWS:
-        prefill_hopper.launch(q, kv, tiles.items, scale, out, partial, partial_lse)
-    else:
-        ragged_prefill_kernel[(len(tiles.items) * kv.kv_heads,)](
-            Rows(q, q.stride(0), q.stride(1)), target, kernel_memory(kv), tiles.items, partial, partial_lse,
-            scale * math.log2(math.e), window or 0,
-            FIELDS=ITEM_FIELDS, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, **early,
-        )  # fmt: skip
+    ragged_prefill_kernel[(len(tiles.items) * kv.kv_heads,)](
+        Rows(q, q.stride(0), q.stride(1)), target, kernel_memory(kv), tiles.items, partial, partial_lse,
+        scale * math.log2(math.e), window or 0,
+        FIELDS=ITEM_FIELDS, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, **early,
+    )  # fmt: skip
     if merged:
         merge_tiles_kernel[(len(tiles.merges) * kv.kv_heads,)](
             target, tiles.merges, partial, partial_lse, FIELDS=MERGE_FIELDS, SHAPE=shape, num_warps=8, **early

@@ -10,7 +10,7 @@ from bladellm_kernels.unit_schedules import Gemv
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.prefill_support import hopper
-from tests.kernels.test_prefill_hopper import ON_CUDA
+from tests.kernels.test_ragged_prefill_sdpa import ON_CUDA
 from tests.kernels.test_unit_linear import MIDDLE, layer
 
 CASES = [

@@ -1,7 +1,5 @@
 """Prefill attention by work lists of fixed length: room, empty entries, and every way to carry a list out."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from bladellm_kernels.listed_prefill_attention import (
     listed_prefill_attention,
 )
 from bladellm_kernels.prefill_costs import Heads
-from bladellm_kernels.prefill_tiles import ITEM_FIELDS, Span, TileShape, list_tiles
+from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_reference
 
 from tests.kernels.conditions import DEVICES, assert_close
@@ -92,7 +90,7 @@ def test_many_divided_chunks_have_no_room():
 
 
 def test_cost_grows_with_the_prefix():
-    heads = Heads(32, 8, 128, hopper=True)
+    heads = Heads(32, 8, 128)
     costs = [listed_cost([Span(0, 1024, start, 0, 0)], heads) for start in (0, 4096, 32768)]
     assert costs == sorted(costs)
     assert listed_cost([], heads) < costs[0]
@@ -108,7 +106,7 @@ def interpreted() -> None:
         shape = ListShape(16, 3, 2, 40, 20, 30)
         out = torch.full(q.shape, 7.0)
         tiles = listed(chunks, window, shape)
-        launch_tiles(q, kv, tiles, TileShape(16, 16, 4, 1), 0.21, window, out, True, False)
+        launch_tiles(q, kv, tiles, TileShape(16, 16, 4, 1), 0.21, window, out, True)
         assert (out[:2] == 7).all()
         assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.21, window)[2:], torch.float32)
 
@@ -116,27 +114,6 @@ def interpreted() -> None:
 def test_the_kernels_interpreted_give_the_same():
     pytest.importorskip("triton")
     run_interpreted("tests.kernels.test_listed_prefill_attention:interpreted")
-
-
-def test_the_hopper_kernel_leaves_empty_entries_out():
-    pytest.importorskip("triton")
-    from bladellm_kernels import prefill_hopper as module
-
-    from tests.kernels.gluon_support import run_program
-
-    q, kv, chunks = prefill_case("no_quant", torch.float32, (2, 1, 16), [(3, 20)])
-    items, _ = list_tiles(chunks, 2, 1, None, 16)
-    tiles = listed(chunks, None, ListShape(16, 2, 1, len(items) + 2, 2, 2))
-    out, spare = torch.full(q.shape, 7.0), torch.full((1, 16), math.nan)
-    for program in range(len(tiles.items)):
-        run_program(
-            module.hopper_prefill_kernel, program, True,
-            q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1), kv.payload, *kv.payload.stride()[:3],
-            tiles.items, spare, spare[0], 0.2 * math.log2(math.e),
-            FIELDS=ITEM_FIELDS, SHAPE=module.Shape(1, 2, 16, 16, 16), EARLY=False,
-        )  # fmt: skip
-    assert (out[:2] == 7).all()
-    assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.2)[2:], torch.float32)
 
 
 @pytest.mark.gpu

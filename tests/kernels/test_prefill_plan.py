@@ -1,7 +1,6 @@
 """How prefill chunks are cut into calls, what that is reckoned to cost, and which way each chunk goes."""
 
 import time
-from dataclasses import replace
 
 import pytest
 from bladellm_kernels.prefill_costs import (
@@ -104,14 +103,6 @@ def test_large_chunks_go_to_cudnn_and_small_ones_together_to_the_kernel(alone):
     assert choose_routes(large, HEADS, True, False) == type(choose_routes(large, HEADS, True, False))(
         large[1:2], (), (large[0], large[2])
     )
-
-
-def test_the_kernel_for_hopper_keeps_chunks_whose_parts_would_have_to_be_merged():
-    hopper = replace(HEADS, hopper=True)
-    for chunk in ((2048, 2048), (2048, 500)):
-        assert choose_routes(step(chunk), hopper, True, False).stored == step(chunk)
-    for chunk in ((8192, 0), (2048, 32768)):
-        assert choose_routes(step(chunk), hopper, True, False).cudnn == step(chunk)
 
 
 chunks = st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 9000)), min_size=1, max_size=5).map(
