@@ -11,6 +11,7 @@ from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, m
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.planner import Planner
+from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.results import ResultReader
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
@@ -108,6 +109,10 @@ class Scheduler:
         self._step_seconds += max(0.0, now - max(planned_at, self._last_completion))
         self._last_completion = now
         return deltas
+
+    def bound_steps(self, bound: StepBound | None) -> None:
+        """Keep steps with decodes within a bound from now on; None lifts it."""
+        self._planner.bound = bound
 
     def reset_counters(self) -> None:
         """Count steps, their seconds, tokens and preemptions from now on."""

@@ -67,6 +67,11 @@ class Sequence:
         """Generated tokens that are known."""
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def prefill_range(self) -> tuple[int, int]:
+        """The positions that its prefill has still to do; of a waiting sequence all, as if nothing were cached."""
+        return (0, len(self.tokens)) if self.state is State.WAITING else (self.planned, self.prefill_end)
+
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Append what a chunk from position `start` on brings; a recomputed chunk may repeat what is there."""
         self.prompt_logprobs += entries[max(len(self.prompt_logprobs) - start, 0) :]
