@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
 
@@ -39,6 +40,8 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self.blocked = False
         """True when the last `step` found requests waiting, nothing to plan and nothing in flight."""
+        self.watch: Callable[[StepPlan, float], None] | None = None
+        """Called with each completed step and the seconds that it took."""
 
     @property
     def idle(self) -> bool:
@@ -67,7 +70,14 @@ class EngineCore:
     def _complete_oldest(self) -> list[RequestDelta]:
         plan, launched = self._in_flight.popleft()
         result = self._runner.collect(launched)
-        return self._scheduler.complete(plan, result, time.monotonic())
+        deltas = self._scheduler.complete(plan, result, time.monotonic())
+        if self.watch is not None:
+            self.watch(plan, self._scheduler.last_step_seconds)
+        return deltas
+
+    def bound_steps(self, bound: StepBound | None) -> None:
+        """Keep steps with decodes within a bound from now on; None lifts it."""
+        self._scheduler.bound_steps(bound)
 
     def reset_counters(self) -> None:
         """Count steps and tokens from now on; only while idle."""

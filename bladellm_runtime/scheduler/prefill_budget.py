@@ -12,9 +12,9 @@ MIN_TOKENS = 128
 """A step takes as many prompt tokens in any case: on an H200 it reads the weights for them in the same time."""
 STEP_MULTIPLE = 64
 """Steps are captured for, and their kernels work on, token counts like this."""
-QUEUE_STEPS = 4
-"""Bounds in which the prefill of the prompts behind the first has to be done. With 2 a burst of two prompts already
-delays the decodes, with 8 the TTFT at high load doubles (docs/prefill_chunks.md)."""
+QUEUE_STEPS = 5
+"""Bounds in which the prefill of the prompts behind the first has to be done. With 3 small bursts delay the decodes,
+with 8 the TTFT at high load is a quarter longer (docs/prefill_chunks.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,11 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
 
 def _tokens_within(bound: StepBound, demand: PrefillDemand) -> int:
     """The most prompt tokens with which a step, decode rows included, is full at a multiple of `STEP_MULTIPLE`."""
-    rows = demand.decode_rows
-    base = bound.cost.decode_milliseconds(rows, demand.decode_kv)
-    tokens = bound.cost.prefill_tokens(_allowed(bound, base, demand.queued) - base, demand.start)
+    rows, cost = demand.decode_rows, bound.cost
+    base = cost.decode_milliseconds(rows, demand.decode_kv)
+    # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
+    room = max(_allowed(bound, base, demand.queued) - base, cost.step)
+    tokens = cost.prefill_tokens(room, demand.start)
     return max((rows + tokens) // STEP_MULTIPLE * STEP_MULTIPLE - rows, MIN_TOKENS)
 
 

@@ -46,6 +46,8 @@ class Scheduler:
         self._steps_before = 0
         self._step_seconds = 0.0
         self._last_completion = 0.0
+        self.last_step_seconds = 0.0
+        """What the step that was completed last took: since the one before it, or since it was planned."""
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +108,8 @@ class Scheduler:
         deltas = self._reader.read(plan, result)
         self._memory.complete(plan.step)
         slots.release_retired()
-        self._step_seconds += max(0.0, now - max(planned_at, self._last_completion))
+        self.last_step_seconds = max(0.0, now - max(planned_at, self._last_completion))
+        self._step_seconds += self.last_step_seconds
         self._last_completion = now
         return deltas
 

@@ -25,12 +25,13 @@ class StepLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Milliseconds of a step with prompt tokens: `step` alone, and those that each part of a `StepLoad` adds."""
+    """Milliseconds of a step with prompt tokens: `step` alone; each `token` of it, decode rows among them, which go
+    through the same matrices; and what the parts of a `StepLoad` add to that."""
 
     step: float
+    token: float
     decode_row: float
     decode_kv: float
-    prefill_token: float
     prefill_pair: float
 
     def milliseconds(self, load: StepLoad) -> float:
@@ -39,11 +40,11 @@ class StepCost:
 
     def decode_milliseconds(self, rows: int, kv_tokens: int) -> float:
         """What a step takes before the first prompt token is added."""
-        return self.step + self.decode_row * rows + self.decode_kv * kv_tokens
+        return self.step + (self.token + self.decode_row) * rows + self.decode_kv * kv_tokens
 
     def prefill_milliseconds(self, tokens: int) -> float:
         """What prompt tokens add to steps, their attention left out."""
-        return self.prefill_token * tokens
+        return self.token * tokens
 
     def prefill_tokens(self, room: float, start: int) -> int:
         """How many tokens of a prompt, from position `start` on, a step does in `room` milliseconds more."""
@@ -52,7 +53,7 @@ class StepCost:
         if room == inf:
             return UNBOUNDED
         # Its attention makes the time of a chunk of n tokens pair·n²/2 + (token + pair·start)·n.
-        line = self.prefill_token + self.prefill_pair * start
+        line = self.token + self.prefill_pair * start
         root = line + sqrt(line * line + 2 * self.prefill_pair * room)
         return int(min(2 * room / root, UNBOUNDED)) if root > 0 else UNBOUNDED
 
@@ -86,7 +87,7 @@ def fit_step_cost(measured: Sequence[tuple[StepLoad, float]]) -> StepCost:
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
-    return (1.0, *load)
+    return (1.0, load.decode_rows + load.prefill_tokens, load.decode_rows, load.decode_kv, load.prefill_pairs)
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad
 from bladellm_runtime.wire.messages import AddRequest
 
-COST = StepCost(step=2.0, decode_row=0.0183, decode_kv=3e-5, prefill_token=0.0183, prefill_pair=0.7e-6)
+COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6)
 DECODE_ROWS = (1, 8, 64, 256)
 DECODE_MS = (4.2, 4.5, 5.6, 11.0)
 DECODE_KV = 512
