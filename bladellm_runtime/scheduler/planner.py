@@ -124,6 +124,8 @@ class Planner:
             load = SlotLoad(seq.slot, seq.generation, seq.tokens.copy(), seq.prompt_len, seq.params, seq.choice)
             plan.loads.append(load)
             seq.loaded = True
+            if seq.cached < 0:
+                seq.cached = seq.planned
         tokens = policy.chunk_tokens(seq, budget, self._limits.prefill_chunk_tokens)
         plan.slots.append(seq.slot)
         plan.generations.append(seq.generation)

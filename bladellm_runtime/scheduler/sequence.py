@@ -34,7 +34,7 @@ class Sequence:
     completed and in-flight steps write, so it can run ahead of `tokens`. Lengths are in tokens: `max_len` is prompt
     plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
-    `cached` counts the first tokens that the prompt cache had when this residence began, -1 before the first one;
+    `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
     `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence.
     """
 
