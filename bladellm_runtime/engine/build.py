@@ -19,6 +19,7 @@ from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
 from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
+from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.runner import ModelRunner
@@ -37,6 +38,7 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
+from bladellm_runtime.scheduler.step_cost import StepCost
 from bladellm_runtime.wire.messages import AddRequest, EngineReady
 
 SWITCH_SECONDS = 1e-4
@@ -108,11 +110,8 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
         warm_up(core, limits)
-    if target := target_tbt(args, device):
-        with times.phase("time steps"):
-            core.bound_steps(StepBound(target, measure_step_cost(core, limits, kv_spec)))
-            core.reset_prompt_cache()
-            core.reset_counters()
+    with times.phase("time steps"):
+        pace_steps(args, core, limits, kv_spec, device)
     kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)
 
@@ -202,6 +201,20 @@ def warm_up(core: EngineCore, limits: SchedulerLimits) -> None:
         core.step()
     core.reset_prompt_cache()
     core.reset_counters()
+
+
+def pace_steps(
+    args: EngineArgs, core: EngineCore, limits: SchedulerLimits, kv_spec: KvSpec, device: torch.device
+) -> None:
+    """Decide, from what steps cost here, how much goes into one and when the next one is planned."""
+    cost: StepCost | None = None
+    if target := target_tbt(args, device):
+        cost = measure_step_cost(core, limits, kv_spec)
+        core.bound_steps(StepBound(target, cost))
+        core.reset_prompt_cache()
+        core.reset_counters()
+    if device.type == "cuda" and not args.disable_overlap:
+        core.timer = LaunchTimer(cost)
 
 
 def target_tbt(args: EngineArgs, device: torch.device) -> float:
