@@ -13,7 +13,7 @@ from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, fit_step_co
 from bladellm_runtime.wire.messages import AddRequest
 
 SECONDS = 0.8
-"""After this long no more prompts are started; on an H200 all of them take half of it."""
+"""After this long no more prompts are started."""
 ROUNDS = 3
 PROMPTS = (1024, 512, 256)
 LONG_PROMPT = 4096

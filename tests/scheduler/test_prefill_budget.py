@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from bladellm_runtime.scheduler import prefill_budget as prefill_module
 from bladellm_runtime.scheduler.prefill_budget import (
     MIN_TOKENS,
     STEP_MULTIPLE,
@@ -16,7 +17,10 @@ from bladellm_runtime.scheduler.prefill_budget import (
 )
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs
 from tests.conftest import ROOT
+from tests.scheduler.fake_device import limits_of, spec_of
+from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, simulation
+from tests.scheduler.test_soak import Traffic
 
 COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6)
 BOUND = StepBound(14.0, COST)
@@ -101,6 +105,22 @@ def test_the_scheduler_cuts_prompts_beside_decodes_only():
         sim.complete()
     # Two halves, the first in a step of 576 tokens.
     assert lens == [[1, 575], [1, 449], [1, 1]]
+    sim.finish()
+
+
+def test_chunks_of_any_length_give_the_same_answers(monkeypatch):
+    for name in ("MIN_TOKENS", "STEP_MULTIPLE"):
+        monkeypatch.setattr(prefill_module, name, 1)
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    sim = Simulation(limits_of(24, 16, 96), spec_of(6, 40, 6, 96), 2, seed=seed)
+    traffic, rng = Traffic(sim, seed), random.Random(seed)
+    for step in range(300):
+        if step % 10 == 0:
+            cost = StepCost(0.1, 0.1, rng.choice([0.0, 0.1]), rng.choice([0.0, 0.01]), rng.choice([0.0, 0.01]))
+            sim.scheduler.bound_steps(rng.choice([None, StepBound(rng.uniform(0.2, 3), cost)]))
+        traffic.step()
+        sim.check()
     sim.finish()
 
 
