@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.admission import kv_capacity
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, fit_step_cost
@@ -72,8 +73,9 @@ class StepProbe:
         self.measured: list[tuple[StepLoad, float]] = []
         """Milliseconds of each."""
         self._core = core
-        self._answer = min(512, limits.max_model_len // 2)
-        self._longest = limits.max_model_len - self._answer
+        longest = min(limits.max_model_len, kv_capacity(spec))
+        self._answer = min(512, longest // 2)
+        self._longest = longest - self._answer
         self._slots = spec.num_slots
         self._room = spec.num_granules * spec.granule_tokens // 2
         """KV tokens to use: half of them, so that nothing has to give way."""

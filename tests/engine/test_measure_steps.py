@@ -74,7 +74,8 @@ def test_the_cost_of_steps_is_found(runner, overlap):
     assert runner.now < measure_steps.SECONDS + FIRST_STEP + 0.1
 
 
-def test_one_slot_and_little_memory_are_enough(runner):
-    cost = measured(runner, True, slots=1, tokens=600, max_model_len=512)
+@pytest.mark.parametrize("tokens", [600, 512])
+def test_one_slot_and_little_memory_are_enough(runner, tokens):
+    cost = measured(runner, True, slots=1, tokens=tokens, max_model_len=4096)
     load = StepLoad(0, 0, 256, chunk_pairs(0, 256))
     assert cost.milliseconds(load) == pytest.approx(COST.milliseconds(load), rel=0.2)
