@@ -80,6 +80,12 @@ class EngineArgs:
         low=1,
         high=2**20,
     )
+    target_tbt_ms: float | None = flag(
+        None,
+        "Milliseconds that a step may take while requests decode: prompts are prefilled in chunks that fit, larger "
+        "ones when prompts queue up. 0: no bound. Default: 14 on a GPU, 0 on a CPU.",
+        group="Engine", low=0, high=60_000,
+    )  # fmt: skip
     max_gpu_memory_utilization: float = flag(
         0.9,
         "Share of the device's memory to use; what weights leave of it is KV cache.",

@@ -2,10 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
 
@@ -13,12 +15,14 @@ OVERLAP_DEPTH = 2
 
 
 class Runner(Protocol):
-    """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result; `add_stats`
-    fills in what only the runner's memory knows."""
+    """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result; `finished`
+    says whether that is there; `add_stats` fills in what only the runner's memory knows."""
 
     def launch(self, plan: StepPlan) -> Any: ...
 
     def collect(self, launched: Any) -> StepResult: ...
+
+    def finished(self, launched: Any) -> bool: ...
 
     def add_stats(self, stats: EngineStats) -> None: ...
 
@@ -39,6 +43,11 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self.blocked = False
         """True when the last `step` found requests waiting, nothing to plan and nothing in flight."""
+        self.timer: LaunchTimer | None = None
+        """Says how long `spare_seconds` is; without it always 0."""
+        self._started = 0.0
+        self.watch: Callable[[StepPlan, float], None] | None = None
+        """Called with each completed step and the seconds that it took."""
 
     @property
     def idle(self) -> bool:
@@ -58,16 +67,40 @@ class EngineCore:
         """Launch the next step if there is one, then complete the oldest in flight if it is due."""
         plan = self._scheduler.plan()
         if plan is not None:
-            self._in_flight.append((plan, self._runner.launch(plan)))
+            self._launch(plan)
         self.blocked = not self._in_flight and self._scheduler.has_work
         if self._in_flight and (plan is None or len(self._in_flight) == self._depth):
             return self._complete_oldest()
         return []
 
+    def spare_seconds(self) -> float:
+        """How long the next `step` can be left, for requests that arrive meanwhile, without the device waiting."""
+        if self.timer is None or len(self._in_flight) != OVERLAP_DEPTH - 1:
+            return 0.0
+        plan, launched = self._in_flight[-1]
+        left = self._started + self.timer.spare(plan) - time.monotonic()
+        return left if left > 0 and not self._runner.finished(launched) else 0.0
+
+    def _launch(self, plan: StepPlan) -> None:
+        launched = self._runner.launch(plan)
+        if self.timer is not None:
+            self.timer.launched(late=not self._in_flight or self._runner.finished(self._in_flight[-1][1]))
+        self._in_flight.append((plan, launched))
+
     def _complete_oldest(self) -> list[RequestDelta]:
         plan, launched = self._in_flight.popleft()
         result = self._runner.collect(launched)
-        return self._scheduler.complete(plan, result, time.monotonic())
+        self._started = time.monotonic()
+        deltas = self._scheduler.complete(plan, result, self._started)
+        if self.timer is not None:
+            self.timer.completed(plan, self._scheduler.last_step_seconds)
+        if self.watch is not None:
+            self.watch(plan, self._scheduler.last_step_seconds)
+        return deltas
+
+    def bound_steps(self, bound: StepBound | None) -> None:
+        """Keep steps with decodes within a bound from now on; None lifts it."""
+        self._scheduler.bound_steps(bound)
 
     def reset_counters(self) -> None:
         """Count steps and tokens from now on; only while idle."""

@@ -10,6 +10,8 @@ from bladellm_runtime.wire.transport import EnginePort
 
 HEARTBEAT_SECONDS = 0.5
 BLOCKED_SECONDS = 0.01
+POLL_SECONDS = 0.001
+"""The shortest time that a port can wait for messages."""
 STALL_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class EngineLoop:
         """Loop until stopped. Raises whatever a step raises: the caller reports it and ends the process."""
         while not self._stop.is_set():
             deltas = self._receive(self._patience())
+            while not self._stop.is_set() and self._core.spare_seconds() >= POLL_SECONDS:
+                deltas += self._receive(POLL_SECONDS)
             deltas += self._step()
             now = time.monotonic()
             if deltas or now - self._last_sent >= HEARTBEAT_SECONDS:

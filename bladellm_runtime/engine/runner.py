@@ -115,6 +115,12 @@ class ModelRunner:
             step.done.synchronize()
         return _read(step)
 
+    def finished(self, launched: "concurrent.futures.Future[RunningStep] | RunningStep") -> bool:
+        """Whether `collect` would not have to wait."""
+        if isinstance(launched, RunningStep):
+            return launched.done is None or launched.done.query()
+        return launched.done()
+
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> RunningStep:
         self._arena.submit(plan.memory)

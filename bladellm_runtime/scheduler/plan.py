@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from bladellm_runtime.kv.operations import MemoryPlan
 from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.step_cost import StepLoad, chunk_pairs
 from bladellm_runtime.wire.messages import TokenLogprobs
 
 
@@ -43,6 +44,14 @@ class StepPlan:
     query_lens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     num_decode: int = 0
+
+    @property
+    def load(self) -> StepLoad:
+        """What the time of the step depends on."""
+        rows = self.num_decode
+        chunks = zip(self.starts[rows:], self.query_lens[rows:], strict=True)
+        pairs = sum(chunk_pairs(start, tokens) for start, tokens in chunks)
+        return StepLoad(rows, sum(self.starts[:rows]), sum(self.query_lens[rows:]), pairs)
 
 
 @dataclass(slots=True)

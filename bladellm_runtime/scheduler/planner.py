@@ -1,8 +1,11 @@
 """`Planner`: fills a step with decode rows, prefill chunks and new requests."""
 
+from itertools import chain
+
 from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence
 
@@ -20,15 +23,35 @@ class Planner:
         self._roster = roster
         self._half_granule = roster.slots.granule_tokens // 2
         self._short_rows = 0
+        self.bound: StepBound | None = None
+        """How long steps may take; None leaves their length to the limits."""
 
     def fill(self, plan: StepPlan, now: float) -> None:
         """Add rows to an empty plan; it stays empty when nothing can run now."""
         budget = self._limits.max_batch_tokens - len(self._roster.decoding)
         self._add_decodes(plan)
+        if self.bound is not None and budget > 0:
+            budget = self._bounded(self.bound, plan, budget)
         budget = self._continue_prefills(plan, budget)
         budget = self._admit(plan, budget, now)
         if budget <= 0 and plan.slots:
             self._admit_ahead(plan, now)
+
+    def _bounded(self, bound: StepBound, plan: StepPlan, limit: int) -> int:
+        """The budget for prompt tokens beside the plan's decode rows."""
+        line = chain(self._roster.prefilling, self._roster.waiting)
+        first = next(line, None)
+        if first is None:
+            return limit
+        start, end = first.prefill_range
+        queued, enough = 0, queue_limit(bound)
+        for seq in line:
+            begin, stop = seq.prefill_range
+            queued += stop - begin
+            if queued > enough:
+                break
+        demand = PrefillDemand(plan.num_decode, sum(plan.starts), start, end - start, queued)
+        return prefill_budget(bound, demand, limit)
 
     def _add_decodes(self, plan: StepPlan) -> None:
         step, slots, generations, starts = plan.step, plan.slots, plan.generations, plan.starts
@@ -101,6 +124,8 @@ class Planner:
             load = SlotLoad(seq.slot, seq.generation, seq.tokens.copy(), seq.prompt_len, seq.params, seq.choice)
             plan.loads.append(load)
             seq.loaded = True
+            if seq.cached < 0:
+                seq.cached = seq.planned
         tokens = policy.chunk_tokens(seq, budget, self._limits.prefill_chunk_tokens)
         plan.slots.append(seq.slot)
         plan.generations.append(seq.generation)

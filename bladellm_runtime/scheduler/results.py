@@ -28,17 +28,31 @@ class ResultReader:
             delta = self._read_chunk(plan, result, row)
             if delta is not None:
                 deltas.append(delta)
-        self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
         return deltas
 
     def _read_decodes(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        find, accept = self._roster.slots.find, self._accept
+        owner, add = self._roster.slots.owner, RequestDelta
         deltas: list[RequestDelta] = []
+        unusual = 0
         rows = zip(plan.slots[: plan.num_decode], plan.generations, result.tokens, result.logprobs, strict=False)
+        # This runs for every token: what most of them need is written out, the rest is `_accept`.
         for slot, generation, token, logprobs in rows:
-            seq = find(slot, generation)
-            if seq is not None:
-                deltas.append(accept(seq, token, logprobs))
+            seq = owner[slot]
+            if seq is None or seq.generation != generation:
+                continue
+            if (
+                token is not None
+                and token >= 0
+                and logprobs is None
+                and token not in seq.stops
+                and len(seq.tokens) + 1 < seq.max_len
+            ):
+                seq.tokens.append(token)
+                deltas.append(add(seq.request_id, [token]))
+            else:
+                unusual += 1
+                deltas.append(self._accept(seq, token, logprobs))
+        self.generated_tokens += len(deltas) - unusual
         return deltas
 
     def _read_chunk(self, plan: StepPlan, result: StepResult, row: int) -> RequestDelta | None:
@@ -64,6 +78,7 @@ class ResultReader:
             return self._end(seq, RequestDelta(seq.request_id, [], error=INVALID_LOGITS), FinishReason.ERROR)
         tokens = seq.tokens
         tokens.append(token)
+        self.generated_tokens += 1
         delta = RequestDelta(seq.request_id, [token])
         if logprobs is not None:
             delta.logprobs = [logprobs]

@@ -11,6 +11,7 @@ from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, m
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.planner import Planner
+from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.results import ResultReader
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
@@ -45,6 +46,8 @@ class Scheduler:
         self._steps_before = 0
         self._step_seconds = 0.0
         self._last_completion = 0.0
+        self.last_step_seconds = 0.0
+        """What the step that was completed last took: since the one before it, or since it was planned."""
 
     @property
     def has_work(self) -> bool:
@@ -105,9 +108,14 @@ class Scheduler:
         deltas = self._reader.read(plan, result)
         self._memory.complete(plan.step)
         slots.release_retired()
-        self._step_seconds += max(0.0, now - max(planned_at, self._last_completion))
+        self.last_step_seconds = max(0.0, now - max(planned_at, self._last_completion))
+        self._step_seconds += self.last_step_seconds
         self._last_completion = now
         return deltas
+
+    def bound_steps(self, bound: StepBound | None) -> None:
+        """Keep steps with decodes within a bound from now on; None lifts it."""
+        self._planner.bound = bound
 
     def reset_counters(self) -> None:
         """Count steps, their seconds, tokens and preemptions from now on."""

@@ -34,7 +34,7 @@ class Sequence:
     completed and in-flight steps write, so it can run ahead of `tokens`. Lengths are in tokens: `max_len` is prompt
     plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
-    `cached` counts the first tokens that the prompt cache had when this residence began, -1 before the first one;
+    `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
     `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence.
     """
 
@@ -66,6 +66,11 @@ class Sequence:
     def generated(self) -> int:
         """Generated tokens that are known."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def prefill_range(self) -> tuple[int, int]:
+        """The positions that its prefill has still to do; of a waiting sequence all, as if nothing were cached."""
+        return (0, len(self.tokens)) if self.state is State.WAITING else (self.planned, self.prefill_end)
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Append what a chunk from position `start` on brings; a recomputed chunk may repeat what is there."""

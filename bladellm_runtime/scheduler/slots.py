@@ -56,8 +56,6 @@ class SlotTable:
         self.owner[slot] = seq
         seq.slot, seq.generation = slot, self._generations[slot]
         seq.planned = admission.cached
-        if seq.cached < 0:
-            seq.cached = admission.cached
         spec = self._memory.spec
         seq.reserved = spec.granules(tokens) * spec.granule_tokens
         return True

@@ -40,7 +40,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]
 
 
-class RequestDelta(msgspec.Struct, array_like=True):
+class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     """What one step did for one request.
 
     `finish` set ends the request. `error` is a short code (`invalid_logits`, `context_length_exceeded`, ...) with

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_timing import Clocks, Lateness, finish, start_decoding, watch_steps
+from step_timing import LAUNCH_PARTS, Clocks, Lateness, finish, start_decoding, watch_steps
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,9 +30,7 @@ TARGETS = {
 HOST_PARTS = ("plan", "launch", "complete")
 
 
-def measure(
-    engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.Namespace, batch: int
-) -> dict[str, float]:
+def measure(engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Milliseconds a step, and microseconds of the host, of `batch` requests that all decode."""
     memory = engine.arena.stats
     start_decoding(engine, batch, args.input, args.steps + args.traced + 200, args.seed, temperature=args.temperature)
@@ -43,13 +41,14 @@ def measure(
     seconds = run_steps(engine, args.steps)
     waits = [event.end - event.start for event in memory.events if event.kind == "wait"]
     memory.trace(0)
-    found = {
+    found: dict[str, Any] = {
         "batch": batch,
         "step_ms": 1e3 * seconds / args.steps,
         "host_us": sum(clocks.microseconds(part) for part in HOST_PARTS),
         "map_wait_us": 1e6 * max(waits, default=0.0),
         "late": sum(lateness.late),
-    } | {f"{name}_us": clocks.microseconds(name) for name in ("plan", "inputs", "launch", "complete")}
+    } | {f"{name}_us": clocks.microseconds(name) for name in ("plan", "launch", "complete")}
+    found["launch_parts_us"] = {name: round(clocks.microseconds(name), 1) for name in LAUNCH_PARTS}
     if args.trace:
         found |= trace(engine, args, batch)
     finish(engine.core, batch)
@@ -97,7 +96,7 @@ def busy_share(kernels: list[FunctionEvent]) -> float:
     return busy / max(reached - spans[0][0], 1e-9)
 
 
-def report(found: dict[str, float], shown: bool) -> str:
+def report(found: dict[str, Any], shown: bool) -> str:
     """A row of the table; shown: with the targets, which are for one shape."""
     floor, peer, least = TARGETS.get(int(found["batch"]), ("",) * 3) if shown else ("",) * 3
     idle = f"{found['idle_share']:.2%}" if "idle_share" in found else ""
@@ -105,6 +104,15 @@ def report(found: dict[str, float], shown: bool) -> str:
         f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f} | {found['late']:.0f} | {idle}"
     )
     return f"| {found['batch']} | {floor} | {peer} | {least} | {step} |"
+
+
+def print_host_parts(rows: list[dict[str, Any]]) -> None:
+    """Where the host's time goes, in microseconds."""
+    names = ["plan", *LAUNCH_PARTS, "complete"]
+    print(f"\n| batch | {' | '.join(names)} |\n|" + " --- |" * (len(names) + 1))
+    for row in rows:
+        parts = [row["plan_us"], *row["launch_parts_us"].values(), row["complete_us"]]
+        print(f"| {row['batch']} | {' | '.join(f'{part:.0f}' for part in parts)} |")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,6 +134,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for batch in args.batches:
         rows.append(measure(engine, clocks, lateness, args, batch))
         print(report(rows[-1], not args.no_targets), flush=True)
+    print_host_parts(rows)
     engine.core.close()
     return {"phases": phases, "memory_gib": memory, "rows": rows}
 

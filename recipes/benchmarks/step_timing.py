@@ -41,16 +41,28 @@ class Clocks:
 
 
 def watch_steps(core: EngineCore) -> Clocks:
-    """The clocks of an engine's steps: plan, launch (on a CPU the work itself), of it inputs; wait, read, complete."""
+    """The clocks of an engine's steps: plan, launch (on a CPU the work itself) and its parts; wait, read, complete."""
     clocks = Clocks()
     scheduler, runner = core._scheduler, core._runner
     clocks.watch(scheduler, "plan", "plan")
     clocks.watch(scheduler, "complete", "complete")
     clocks.watch(runner, "_run", "launch")
     clocks.watch(runner, "collect", "collect")
+    clocks.watch(runner._arena, "submit", "submit memory")
+    clocks.watch(runner._arena, "wait", "wait memory")
+    clocks.watch(runner, "_copy_results", "copy results")
     if runner._graphs is not None:
         clocks.watch(runner._graphs.inputs, "send", "inputs")
+        clocks.watch(runner._graphs, "forward", "replay forward")
+        clocks.watch(runner._graphs, "sampling_stage", "sampling inputs")
+        clocks.watch(runner._graphs, "sample", "replay sampling")
     return clocks
+
+
+LAUNCH_PARTS = (
+    "submit memory", "inputs", "wait memory", "replay forward", "sampling inputs", "replay sampling", "copy results",
+)  # fmt: skip
+"""What a launch that replays graphs does, in order."""
 
 
 class Lateness:

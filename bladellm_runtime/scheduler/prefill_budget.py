@@ -1,0 +1,89 @@
+"""How many prompt tokens a step takes: few enough for the decodes beside them, more when prompts queue up.
+
+The idea of chunks that fit a bound on TBT is Sarathi-Serve's (Agrawal et al., OSDI 2024); there the number of tokens
+is fixed, here it follows from the measured cost of a step, the batch and the queue.
+"""
+
+from dataclasses import dataclass
+
+from bladellm_runtime.scheduler.step_cost import StepCost
+
+MIN_TOKENS = 128
+"""A step takes as many prompt tokens in any case: on an H200 it reads the weights for them in the same time."""
+STEP_MULTIPLE = 64
+"""Steps are captured for, and their kernels work on, token counts like this."""
+QUEUE_STEPS = 5
+"""Bounds in which the prefill of the prompts behind the first has to be done. With 3 small bursts delay the decodes,
+with 8 the TTFT at high load is a quarter longer (docs/prefill_chunks.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """`milliseconds`: how long a step with decodes may take while no prompts queue up. `cost`: what steps take."""
+
+    milliseconds: float
+    cost: StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDemand:
+    """Who wants to be in the next step.
+
+    decode_rows, and decode_kv, the KV tokens they read. start, tokens: where the prompt that is first in line stands
+    and how much of it is left. queued: prompt tokens of those behind it.
+    """
+
+    decode_rows: int
+    decode_kv: int
+    start: int
+    tokens: int
+    queued: int
+
+
+def queue_limit(bound: StepBound) -> float:
+    """Queued prompt tokens beyond which their exact number does not matter: the bound gives way altogether."""
+    one = bound.cost.prefill_milliseconds(1)
+    return QUEUE_STEPS * bound.milliseconds / one if one > 0 else 0.0
+
+
+def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
+    """Prompt tokens for the next step, from 1 to `limit`.
+
+    Without decodes the first prompt goes in whole, and others with it as far as the bound allows. With decodes a
+    prompt is cut into equal chunks that keep the bound, in steps of a multiple of `STEP_MULTIPLE` tokens.
+    """
+    room = _tokens_within(bound, demand)
+    if demand.decode_rows == 0:
+        room = max(room, demand.tokens)
+    elif not demand.queued:
+        room = _equal_chunk(demand, room)
+    return min(room, limit)
+
+
+def _tokens_within(bound: StepBound, demand: PrefillDemand) -> int:
+    """The most prompt tokens with which a step, decode rows included, is full at a multiple of `STEP_MULTIPLE`."""
+    rows, cost = demand.decode_rows, bound.cost
+    base = cost.decode_milliseconds(rows, demand.decode_kv)
+    # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
+    room = max(_allowed(bound, base, demand.queued) - base, cost.step)
+    tokens = cost.prefill_tokens(room, demand.start)
+    return max((rows + tokens) // STEP_MULTIPLE * STEP_MULTIPLE - rows, MIN_TOKENS)
+
+
+def _allowed(bound: StepBound, base: float, queued: int) -> float:
+    """Milliseconds that the next step may take.
+
+    The queue is to be done within h = `QUEUE_STEPS` bounds. Steps of t milliseconds, of which `base` is for decodes,
+    do h / t · (t - base) of prefill in that time; that is enough when t = base / (1 - prefill / h).
+    """
+    horizon = QUEUE_STEPS * bound.milliseconds
+    left = 1 - bound.cost.prefill_milliseconds(queued) / horizon
+    return max(bound.milliseconds, base / left) if left > 0 else float("inf")
+
+
+def _equal_chunk(demand: PrefillDemand, room: int) -> int:
+    """The chunk, `room` at most, with which the prompt takes no more steps, and none of them longer than need be."""
+    rows = demand.decode_rows
+    chunks = -(-demand.tokens // room)
+    chunk = -(-demand.tokens // chunks)
+    return min(-(-(rows + chunk) // STEP_MULTIPLE) * STEP_MULTIPLE - rows, room)

@@ -1,0 +1,119 @@
+"""The engine loop on a device with a clock: the next step is planned late, but not too late."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from bladellm_runtime.engine import core as core_module
+from bladellm_runtime.engine import loop as loop_module
+from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.engine.launch_timer import EARLY_SECONDS, LaunchTimer
+from bladellm_runtime.engine.loop import EngineLoop
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.spec import KvGroup, KvSpec
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.plan import StepPlan
+from bladellm_runtime.scheduler.scheduler import Scheduler
+from bladellm_runtime.wire.messages import AddRequest, Shutdown
+from tests.engine.test_measure_steps import COST, TimedRunner
+
+HOST_SECONDS = 0.0003
+
+
+class WatchedRunner(TimedRunner):
+    """Adds up how long the device has nothing to do between steps in flight."""
+
+    def __init__(self, jitter: float = 0.0) -> None:
+        super().__init__()
+        self.idle, self.steps = 0.0, 0
+        self._jitter, self._draw = jitter, random.Random(0)
+
+    def launch(self, plan: StepPlan):
+        self.now += HOST_SECONDS
+        if self.outstanding:
+            self.idle += max(0.0, self.now - self._free)
+        self.steps += 1
+        launched = super().launch(plan)
+        self._free += self._jitter * self._draw.random() * 1e-3
+        return launched[0], self._free
+
+    def finished(self, launched) -> bool:
+        return launched[1] <= self.now
+
+
+class Port:
+    """Messages that come at their time."""
+
+    def __init__(self, runner: WatchedRunner, messages: list[tuple[float, object]]) -> None:
+        self.runner, self.messages = runner, messages
+        self.tokens: dict[int, list[int]] = {}
+        self.first: dict[int, float] = {}
+
+    def receive(self, timeout: float) -> list[object]:
+        end = self.runner.now + int(timeout * 1000) / 1000
+        if self.messages and self.messages[0][0] <= end:
+            self.runner.now = max(self.runner.now, self.messages[0][0])
+            return [self.messages.pop(0)[1]]
+        self.runner.now = end
+        return []
+
+    def send(self, output) -> None:
+        for delta in output.deltas:
+            self.tokens.setdefault(delta.request_id, []).extend(delta.tokens)
+            self.first.setdefault(delta.request_id, self.runner.now)
+
+
+def serve(monkeypatch, timer: LaunchTimer | None, jitter: float = 0.0) -> tuple[WatchedRunner, Port, list[float]]:
+    """20 requests, 40 ms apart on average, after one that goes on decoding."""
+    runner, rng = WatchedRunner(jitter), random.Random(3)
+    clock = SimpleNamespace(monotonic=runner.monotonic)
+    for module in (core_module, loop_module):
+        monkeypatch.setattr(module, "time", clock)
+    spec = KvSpec((KvGroup((0,), 64),), 16, 4000, 64, 4096)
+    limits = SchedulerLimits(2048, 2048, 4096, frozenset(), 1000)
+    core = EngineCore(Scheduler(limits, KvAccounting(spec), runner.monotonic), runner, overlap=True)
+    core.timer = timer
+    arrivals = [0.0, 0.5]
+    for _ in range(19):
+        arrivals.append(arrivals[-1] + rng.expovariate(25.0))
+    params = [SamplingParams(max_tokens=600 if i == 0 else 20, ignore_eos=True) for i in range(21)]
+    requests = [AddRequest(i, [5 + i] * 20, params[i], 0, at) for i, at in enumerate(arrivals)]
+    port = Port(runner, [*zip(arrivals, requests, strict=True), (arrivals[-1] + 3.0, Shutdown())])
+    EngineLoop(core, port).run()
+    return runner, port, arrivals
+
+
+def mean_wait(port: Port, arrivals: list[float]) -> float:
+    return sum(port.first[i] - arrivals[i] for i in range(1, 21)) / 20
+
+
+def test_prompts_wait_less_and_the_device_does_not_wait(monkeypatch):
+    _, early, arrivals = serve(monkeypatch, None)
+    runner, late, _ = serve(monkeypatch, LaunchTimer(COST))
+    assert late.tokens == early.tokens
+    assert mean_wait(late, arrivals) < mean_wait(early, arrivals) - 0.0003
+    assert runner.idle < 0.001 * runner.now
+
+
+def test_steps_of_uneven_length_leave_the_device_little_idle(monkeypatch):
+    runner, _, _ = serve(monkeypatch, LaunchTimer(COST), jitter=2.0)
+    assert runner.idle < 0.01 * runner.now
+
+
+@pytest.mark.parametrize("cost", [COST, None])
+def test_the_time_grows_while_the_device_waits_and_comes_back(cost):
+    timer = LaunchTimer(cost)
+    plan = StepPlan(1, slots=[0], starts=[9], query_lens=[1], samples=[True], num_decode=1)
+    timer.launched(late=False)
+    timer.completed(plan, 0.01)
+    assert timer.spare(plan) == pytest.approx(0.01 - EARLY_SECONDS)
+    for _ in range(20):
+        timer.launched(late=True)
+        timer.completed(plan, 0.5)
+    assert timer.spare(plan) == pytest.approx(-EARLY_SECONDS), "planned at once, the late steps' times not believed"
+    for _ in range(2000):
+        timer.launched(late=False)
+        timer.completed(plan, 0.01)
+    assert timer.spare(plan) == pytest.approx(0.01 - EARLY_SECONDS)

@@ -1,0 +1,81 @@
+"""The cost of steps measured at start, on a device whose costs are known."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bladellm_runtime.engine import core as core_module
+from bladellm_runtime.engine import measure_steps
+from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.spec import KvGroup, KvSpec
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.plan import StepPlan
+from bladellm_runtime.scheduler.scheduler import Scheduler
+from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs
+from tests.engine.test_core import ArithmeticRunner
+
+COST = StepCost(step=2.5, token=0.02, decode_row=0.01, decode_kv=4e-5, prefill_pair=1e-6)
+FIRST_STEP = 0.4
+"""Seconds of the first step more than the line: what compiling something takes."""
+
+
+class TimedRunner(ArithmeticRunner):
+    """Steps take, on a clock of their own, what the line says, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self._free = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def launch(self, plan: StepPlan):
+        extra = FIRST_STEP if plan.step == 1 else 0.0
+        self._free = max(self._free, self.now) + 1e-3 * COST.milliseconds(plan.load) + extra
+        return super().launch(plan), self._free
+
+    def collect(self, launched):
+        inner, end = launched
+        self.now = max(self.now, end)
+        return super().collect(inner)
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    runner = TimedRunner()
+    for module in (core_module, measure_steps):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=runner.monotonic))
+    return runner
+
+
+def measured(runner: TimedRunner, overlap: bool, slots: int, tokens: int, max_model_len: int) -> StepCost:
+    spec = KvSpec((KvGroup((0,), 64),), 16, tokens // 16, slots, max_model_len)
+    limits = SchedulerLimits(2048, 2048, max_model_len, frozenset(), 1000)
+    core = EngineCore(Scheduler(limits, KvAccounting(spec), runner.monotonic), runner, overlap=overlap)
+    cost = measure_steps.measure_step_cost(core, limits, spec)
+    assert core.idle
+    assert core.watch is None
+    core.check()
+    return cost
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_cost_of_steps_is_found(runner, overlap):
+    cost = measured(runner, overlap, slots=256, tokens=100_000, max_model_len=8192)
+    for rows, context, start, tokens in (
+        (0, 0, 0, 1024),
+        (8, 1000, 0, 512),
+        (200, 500, 0, 300),
+        (30, 2000, 3000, 1000),
+    ):
+        load = StepLoad(rows, rows * context, tokens, chunk_pairs(start, tokens))
+        assert cost.milliseconds(load) == pytest.approx(COST.milliseconds(load), rel=0.05)
+    assert runner.now < measure_steps.SECONDS + FIRST_STEP + 0.1
+
+
+@pytest.mark.parametrize("tokens", [600, 512])
+def test_one_slot_and_little_memory_are_enough(runner, tokens):
+    cost = measured(runner, True, slots=1, tokens=tokens, max_model_len=4096)
+    load = StepLoad(0, 0, 256, chunk_pairs(0, 256))
+    assert cost.milliseconds(load) == pytest.approx(COST.milliseconds(load), rel=0.2)

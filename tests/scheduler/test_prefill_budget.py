@@ -1,0 +1,152 @@
+"""How many prompt tokens a step takes, in numbers and in a simulation of the scheduler with measured step times."""
+
+import importlib.util
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bladellm_runtime.scheduler import prefill_budget as prefill_module
+from bladellm_runtime.scheduler.prefill_budget import (
+    MIN_TOKENS,
+    STEP_MULTIPLE,
+    PrefillDemand,
+    StepBound,
+    prefill_budget,
+)
+from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs
+from tests.conftest import ROOT
+from tests.scheduler.fake_device import limits_of, spec_of
+from tests.scheduler.simulator import Simulation
+from tests.scheduler.test_planning import endless, simulation
+from tests.scheduler.test_soak import Traffic
+
+COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6)
+BOUND = StepBound(14.0, COST)
+LIMIT = 8192
+
+
+def milliseconds(demand: PrefillDemand, tokens: int) -> float:
+    return COST.milliseconds(StepLoad(demand.decode_rows, demand.decode_kv, tokens, chunk_pairs(demand.start, tokens)))
+
+
+def some_demand(rng: random.Random) -> PrefillDemand:
+    rows = rng.randrange(1, 256)
+    return PrefillDemand(rows, rows * rng.randrange(2000), rng.randrange(5000), rng.randrange(1, 9000), 0)
+
+
+def test_a_step_with_decodes_keeps_the_bound_unless_it_has_the_least_tokens():
+    rng = random.Random()
+    for _ in range(300):
+        demand = some_demand(rng)
+        tokens = prefill_budget(BOUND, demand, LIMIT)
+        assert tokens <= MIN_TOKENS or milliseconds(demand, tokens) <= BOUND.milliseconds * 1.001
+        assert tokens >= min(MIN_TOKENS, demand.tokens) - STEP_MULTIPLE
+
+
+def test_chunks_of_a_lonely_prompt_are_equal_and_no_more_than_the_bound_makes_them():
+    rng = random.Random()
+    for _ in range(300):
+        demand = replace(some_demand(rng), start=0)
+        longest = max(prefill_budget(BOUND, replace(demand, tokens=10**6), LIMIT), 1)
+        left, chunks = demand.tokens, []
+        while left:
+            part = min(left, prefill_budget(BOUND, replace(demand, tokens=left), LIMIT))
+            chunks.append(part)
+            left -= part
+        assert len(chunks) <= -(-demand.tokens // max(longest - STEP_MULTIPLE, 1))
+        assert max(chunks) - min(chunks) <= len(chunks) * STEP_MULTIPLE
+
+
+def test_steps_that_do_not_end_a_prompt_are_full_at_a_captured_size():
+    rng = random.Random()
+    for _ in range(300):
+        demand = some_demand(rng)
+        tokens = prefill_budget(BOUND, demand, LIMIT)
+        if MIN_TOKENS < tokens < demand.tokens:
+            assert (demand.decode_rows + tokens) % STEP_MULTIPLE == 0
+
+
+def test_without_decodes_a_prompt_goes_in_whole():
+    for tokens in (1, 100, 1024, 5000):
+        assert prefill_budget(BOUND, PrefillDemand(0, 0, 0, tokens, 0), LIMIT) >= tokens
+    assert prefill_budget(BOUND, PrefillDemand(0, 0, 0, 50_000, 0), LIMIT) == LIMIT
+
+
+def test_a_prompt_does_not_wait_for_the_one_behind_it_in_one_long_step():
+    assert prefill_budget(BOUND, PrefillDemand(0, 0, 0, 1024, 1024), LIMIT) < 2048
+
+
+def test_the_bound_gives_way_as_prompts_queue_up_and_never_shrinks_with_them():
+    demand = PrefillDemand(32, 32 * 1000, 0, 1024, 0)
+    budgets = [prefill_budget(BOUND, replace(demand, queued=queued), LIMIT) for queued in range(1, 9000, 100)]
+    assert budgets == sorted(budgets)
+    assert milliseconds(demand, budgets[10]) <= BOUND.milliseconds
+    assert budgets[-1] == LIMIT
+
+
+def test_a_step_that_does_little_else_takes_a_share_worth_its_while():
+    slow = StepBound(14.0, replace(COST, step=16.0))
+    tokens = prefill_budget(slow, PrefillDemand(8, 4000, 0, 4000, 0), LIMIT)
+    assert COST.prefill_milliseconds(tokens) >= 14.0
+
+
+def test_the_scheduler_cuts_prompts_beside_decodes_only():
+    sim = simulation(max_batch_tokens=4096, prefill_chunk_tokens=4096, max_model_len=4096, num_granules=2000)
+    sim.scheduler.bound_steps(StepBound(14.0, COST))
+    endless(sim, 1024, 40)
+    assert sim.launch().query_lens == [1024]
+    sim.complete()
+    endless(sim, 1024, 40)
+    lens = []
+    while len(lens) < 2 or len(lens[-1]) > 2 or lens[-1] != [1, 1]:
+        lens.append(sim.launch().query_lens)
+        sim.complete()
+    # Two halves, the first in a step of 576 tokens.
+    assert lens == [[1, 575], [1, 449], [1, 1]]
+    sim.finish()
+
+
+def test_chunks_of_any_length_give_the_same_answers(monkeypatch):
+    for name in ("MIN_TOKENS", "STEP_MULTIPLE"):
+        monkeypatch.setattr(prefill_module, name, 1)
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    sim = Simulation(limits_of(24, 16, 96), spec_of(6, 40, 6, 96), 2, seed=seed)
+    traffic, rng = Traffic(sim, seed), random.Random(seed)
+    for step in range(300):
+        if step % 10 == 0:
+            cost = StepCost(0.1, 0.1, rng.choice([0.0, 0.1]), rng.choice([0.0, 0.01]), rng.choice([0.0, 0.01]))
+            sim.scheduler.bound_steps(rng.choice([None, StepBound(rng.uniform(0.2, 3), cost)]))
+        traffic.step()
+        sim.check()
+    sim.finish()
+
+
+@pytest.fixture(scope="module")
+def simulate_policy():
+    spec = importlib.util.spec_from_file_location(
+        "simulate_policy", ROOT / "recipes" / "benchmarks" / "simulate_policy.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def latencies(tool, bound: StepBound | None, rate: float) -> tuple[float, float, float, float]:
+    arrivals = tool.poisson(rate, 250, seed=1)
+    return tool.SimulatedEngine(bound, launch_ahead=1.5).run(arrivals, 128).percentiles()
+
+
+def test_the_bound_keeps_tbt_at_moderate_load_for_little_ttft(simulate_policy):
+    free, bound = (latencies(simulate_policy, which, 8) for which in (None, BOUND))
+    assert bound[3] <= 14.0 < free[3]
+    assert bound[0] <= free[0] * 1.2
+
+
+def test_under_overload_ttft_stays_near_that_without_a_bound(simulate_policy):
+    free, bound = (latencies(simulate_policy, which, 36) for which in (None, BOUND))
+    assert bound[0] <= free[0] * 1.5
