@@ -25,7 +25,7 @@ class BlockWeight:
     """The weight `scales · (codes − zeros)`, [N, K], its codes as small as they go.
 
     codes: uint8 [N, ⌈K/2⌉] of 4-bit codes (column j in the low half of byte j, column ⌈K/2⌉ + j in its high half), or
-    uint8 or float8 [N, K]. scales: float32 [N, G]. zeros: float32 [N, G], or one for all.
+    uint8 or float8 [N, K]. scales: float32 [N, G], contiguous. zeros: float32 [N, G], or one for all.
     """
 
     columns: int
@@ -52,7 +52,9 @@ def block_weight(
         half = (columns + 1) // 2
         low, high = codes[:, :half], F.pad(codes[:, half:], (0, 2 * half - columns))
         codes = low | high << 4
-    return BlockWeight(columns, codes.contiguous(), scales.float(), middle if zeros is None else zeros.float())
+    return BlockWeight(
+        columns, codes.contiguous(), scales.float().contiguous(), middle if zeros is None else zeros.float()
+    )
 
 
 def block_linear(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -35,7 +35,8 @@ def round_rows_kernel(
 ) -> None:
     """Program t rounds row t of x: codes [T, width], zeros from `columns` on, their scale and their sum.
 
-    The scale is static, or the largest magnitude / LARGEST. Program 0 sets arrived[:tiles] to 0.
+    The scale is static, or the largest magnitude / LARGEST; NaN where a quotient is. Program 0 sets arrived[:tiles] to
+    0.
     """
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
@@ -49,8 +50,7 @@ def round_rows_kernel(
         for first in tl.range(0, columns, BLOCK):
             column = first + tl.arange(0, BLOCK)
             numbers = tl.load(x + token * x_stride + column * x_step, mask=column < columns, other=0.0)
-            # NaN must not be lost: its row is NaN.
-            peak = tl.maximum(peak, tl.abs(numbers.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+            peak = tl.maximum(peak, tl.abs(numbers.to(tl.float32)))
     step = static
     if not STATIC:
         step = tl.maximum(tl.div_rn(tl.max(peak, 0), LARGEST), _TINY)
@@ -60,14 +60,16 @@ def round_rows_kernel(
         numbers = tl.load(x + token * x_stride + column * x_step, mask=column < columns, other=0.0).to(tl.float32)
         quotients = tl.div_rn(numbers, tl.zeros((BLOCK,), tl.float32) + step)
         if codes.dtype.element_ty == tl.int8:
-            quotients = tl.clamp(quotients, -128.0, 127.0)
+            quotients = tl.clamp(quotients, -128.0, 127.0, propagate_nan=tl.PropagateNan.ALL)
             quotients = (quotients + _ROUND) - _ROUND
-            total += quotients
         else:
-            quotients = tl.clamp(quotients, -LARGEST, LARGEST)
+            quotients = tl.clamp(quotients, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        total += quotients
         tl.store(codes + token * width + column, quotients.to(codes.dtype.element_ty), mask=column < width)
-    tl.store(steps + token, step)
-    tl.store(sums + token, tl.sum(total, 0))
+    whole = tl.sum(total, 0)
+    # Neither a maximum nor integer codes keep NaN, but its row must be NaN.
+    tl.store(steps + token, tl.where(whole == whole, step, whole))
+    tl.store(sums + token, whole)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])  # type: ignore[untyped-decorator]
@@ -187,6 +189,9 @@ def _sums(
             left = tl.load(weight_rows + column[None, :], mask=(column < width)[None, :], other=0.0)
             known &= (column < width)[:, None]
         right = tl.load(code_rows + column[:, None], mask=known, other=0.0)
-        # Of float8 no more than a block is summed in the tensor cores, which keep 14 bits.
-        total = tl.dot(left, right, total, out_dtype=TYPE, max_num_imprecise_acc=None if INTEGERS else BLOCK)
+        if INTEGERS:
+            total = tl.dot(left, right, total, out_dtype=TYPE)
+        else:
+            # No more than a block is summed in the tensor cores, which keep 14 bits.
+            total += tl.dot(left, right)
     return total

@@ -48,7 +48,16 @@ def _finish(y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> t
 def row_scales(x: torch.Tensor, largest: float) -> torch.Tensor:
     """float32 [..., 1]: each row's largest magnitude / `largest`, or the least normal number. x: float32 [..., K]."""
     # Subnormal scales are too coarse: quotients would leave the range of the codes.
-    return x.abs().amax(dim=-1, keepdim=True).div_(largest).clamp_(min=torch.finfo(torch.float32).tiny)
+    return exact_quotients(x.abs().amax(dim=-1, keepdim=True), largest).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def exact_quotients(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """`x / divisor`, each rounded once. x: float32.
+
+    On CUDA torch multiplies by the reciprocal of a number, which rounds twice: halves between two codes, common with
+    16-bit x, would go another way than in the kernels.
+    """
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def dynamic_codes(x: torch.Tensor, digits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,4 +81,4 @@ def dynamic_codes(x: torch.Tensor, digits: int) -> tuple[torch.Tensor, torch.Ten
 
 def static_codes(x: torch.Tensor, scale: float) -> torch.Tensor:
     """`x / scale` rounded half to even, −128 to 127, plus 128: uint8 [T, K]."""
-    return (x.float() / scale).round_().add_(MIDDLE).clamp_(0, 255).to(torch.uint8)
+    return exact_quotients(x.float(), scale).round_().add_(MIDDLE).clamp_(0, 255).to(torch.uint8)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bladellm_kernels.block_linear import BlockWeight, block_linear, block_weight, weight_blocks
-from bladellm_kernels.fixed_point import row_scales
+from bladellm_kernels.fixed_point import exact_quotients, row_scales
 from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale, is_hopper
 from bladellm_kernels.linear_reference import reference_linear
 
@@ -74,7 +74,8 @@ def fp8_linear(
         raise ValueError(f"input_scale must be given with static activations and only then, got {input_scale}")
     if activations == "none":
         return _cpu_linear(x, packed, bias) if x.is_cpu else block_linear(x, packed.weight, bias)
-    if len(x) <= _FEW_TOKENS and is_hopper(x.device):
+    # Tensor cores sum float8 in 14 bits, too few for float32.
+    if len(x) <= _FEW_TOKENS and is_hopper(x.device) and x.dtype != torch.float32:
         from bladellm_kernels.eight_bit_linear import eight_bit_linear
 
         return eight_bit_linear(x, packed.weight.codes, packed.weight.scales.view(-1), None, bias, input_scale)
@@ -98,7 +99,7 @@ def fp8_linear_reference(
     rounded = x.double()
     if activations != "none":
         peaks = x.float().abs().amax(dim=1, keepdim=True)
-        dynamic = torch.where(peaks == 0, 1.0, peaks / LARGEST)
+        dynamic = torch.where(peaks == 0, 1.0, exact_quotients(peaks, LARGEST))
         steps = dynamic if input_scale is None else torch.tensor(input_scale, device=x.device)
         rounded = (x.float() / steps).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).double() * steps.double()
     return reference_linear(rounded, codes, scales, None, 0.0, bias)

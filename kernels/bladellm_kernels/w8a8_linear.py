@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bladellm_kernels.fixed_point import fixed_point_linear, static_linear
+from bladellm_kernels.fixed_point import exact_quotients, fixed_point_linear, static_linear
 from bladellm_kernels.int8_matmul import PackedInt8, pack_int8
 from bladellm_kernels.linear_checks import check_codes, check_input, check_input_scale, is_hopper
 from bladellm_kernels.linear_reference import reference_linear
@@ -70,7 +70,7 @@ def w8a8_linear_reference(
     wide = x.float()
     if input_scale is None:
         peaks = wide.abs().amax(dim=1, keepdim=True)
-        steps = torch.where(peaks == 0, 1.0, peaks / 127)
+        steps = torch.where(peaks == 0, 1.0, exact_quotients(peaks, 127))
     else:
         steps = torch.tensor(input_scale, device=x.device)
     rounded = (wide / steps).round().clamp(-128, 127).double() * steps.double()

@@ -29,6 +29,20 @@ def integers_match(device, rows, columns, tokens, dtype, zeros, input_scale) -> 
     assert out[:, rows:].isnan().all()
 
 
+def nan_stays_in_its_row(device) -> None:
+    from bladellm_kernels.eight_bit_linear import eight_bit_linear
+
+    weight = pad_weight(torch.randint(0, 256, (33, 300), dtype=torch.uint8, device=device))
+    scales, x = torch.rand(33, device=device), torch.randn(4, 300, device=device)
+    for input_scale in (None, 0.02):
+        expected = eight_bit_linear(x, weight, scales, None, None, input_scale)
+        broken = x.clone()
+        broken[2, 7] = torch.nan
+        y = eight_bit_linear(broken, weight, scales, None, None, input_scale)
+        assert y[2].isnan().all()
+        assert torch.equal(y[[0, 1, 3]], expected[[0, 1, 3]])
+
+
 def interpreted() -> None:
     from bladellm_kernels import eight_bit_linear as module
 
@@ -36,6 +50,7 @@ def interpreted() -> None:
     integers_match("cpu", 70, 1100, 3, torch.float32, True, None)
     integers_match("cpu", 130, 2048, 20, torch.float16, False, None)
     integers_match("cpu", 33, 77, 5, torch.float32, True, 0.02)
+    nan_stays_in_its_row("cpu")
 
 
 def test_the_kernels_interpreted():
@@ -79,10 +94,15 @@ def test_the_kernels_on_a_gpu(rows, columns, tokens, dtype):
     for zeros, input_scale in ((False, None), (True, None), (True, 0.02)):
         integers_match("cuda", rows, columns, tokens, dtype, zeros, input_scale)
     codes = (torch.randn(rows, columns, device="cuda") * 60).to(torch.float8_e4m3fn)
-    scales = torch.rand(rows, 1, device="cuda") / 100
+    scales = (torch.rand(rows, 2, device="cuda") / 100)[:, :1]
     x = torch.randn(tokens, columns, device="cuda").to(dtype)
     for name, input_scale in (("dynamic", None), ("static", 0.02)):
         y = fp8_linear(x, pack_fp8(codes, scales, dtype), None, name, input_scale)
         expected = fp8_linear_reference(x, codes, scales, None, name, input_scale)
         rounding = max(torch.finfo(dtype).eps, 2.0**-11)
         assert (y.double() - expected).abs().max() <= 2 * rounding * expected.abs().max()
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_its_row_on_a_gpu():
+    nan_stays_in_its_row("cuda")

@@ -12,40 +12,40 @@ pytest.importorskip("triton")
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def script(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("linear")
 
 
-def test_a_step_has_the_bytes_of_the_models_weights(benchmark):
+def test_a_step_has_the_bytes_of_the_models_weights(script):
     parameters = 8_030_261_248  # Of Llama-3.1-8B, norms among them; its embedding is not read by linear layers.
     norms, embedding = 65 * 4096, 128256 * 4096
-    assert benchmark.models()["llama-8b"].bytes == 2 * (parameters - norms - embedding)
+    assert script.models()["llama-8b"].bytes == 2 * (parameters - norms - embedding)
 
 
-def test_the_ceiling_goes_through_what_was_measured(benchmark):
-    for size, rate in benchmark.CEILINGS:
-        assert benchmark.ceiling(size) == pytest.approx(rate)
-    rates = [benchmark.ceiling(size * 10**6) for size in range(1, 1200, 7)]
+def test_the_ceiling_goes_through_what_was_measured(script):
+    for size, rate in script.CEILINGS:
+        assert script.ceiling(size) == pytest.approx(rate)
+    rates = [script.ceiling(size * 10**6) for size in range(1, 1200, 7)]
     assert rates == sorted(rates)
 
 
-def test_candidates_are_few_and_hold_their_rows(benchmark):
-    for rows in benchmark.ROWS:
+def test_candidates_are_few_and_hold_their_rows(script):
+    for rows in script.ROWS:
         for gated in (False, True):
-            found = benchmark.candidates(rows, gated)
+            found = script.candidates(rows, gated)
             assert len(found) <= 12
             assert len(set(found)) == len(found)
             assert all(rows <= (each.block_m if isinstance(each, DotSchedule) else GEMV_ROWS) for each in found)
 
 
-def test_the_table_takes_the_faster_one(benchmark):
-    shape, gemv = benchmark.models()["llama-8b"].shapes[0], GemvSchedule(4, 512)
+def test_the_table_takes_the_faster_one(script):
+    shape, gemv = script.models()["llama-8b"].shapes[0], GemvSchedule(4, 512)
     results = [
-        benchmark.Result(shape, rows, 5.0, us, str(gemv), Entry(rows, schedule), {}, {})
+        script.Result(shape, rows, 5.0, us, str(gemv), Entry(rows, schedule), {}, {})
         for rows, us, schedule in ((8, 6.0, None), (1, 4.0, gemv))
     ]
-    table = benchmark.table_of(results)
+    table = script.table_of(results)
     assert table.choose(1, shape.outputs, shape.inputs) == gemv
     assert table.choose(2, shape.outputs, shape.inputs) is None
 
@@ -53,11 +53,11 @@ def test_the_table_takes_the_faster_one(benchmark):
 @pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64, 128, 256])
-def test_candidates_compile_for_hopper(benchmark, monkeypatch, rows, gated):
+def test_candidates_compile_for_hopper(script, monkeypatch, rows, gated):
     from tests.kernels.linear_support import compiled_for_hopper
     from tests.kernels.test_kv_rotary_write import spilled
 
-    for schedule in benchmark.candidates(rows, gated):
+    for schedule in script.candidates(rows, gated):
         with monkeypatch.context() as patch:
             compiled = compiled_for_hopper(patch, (rows, 2048, 4096), schedule, 1 + gated)
         programs = getattr(schedule, "programs", 1) or 1

@@ -121,7 +121,7 @@ def test_warming_up_on_cuda_runs_nothing_and_is_enough(marked, name, monkeypatch
     monkeypatch.setattr(prefill_warm_up, "PLAN_SECONDS", 0.0)
     assert warm_up(8, torch.bfloat16, [kv], [None], 1024, 3072).calls == set()
     rows = slice(span.first, span.first + span.query_len)
-    expected = ragged_prefill_attention(q, kv, [span], 0.1)[rows]
+    expected = ragged_prefill_attention(q, kv, [span], 0.1)[rows].float()
     assert_close(ragged_prefill_attention(q, kv, [span], 0.1, planned=planned)[rows], expected, torch.bfloat16)
     if name == "no_quant":
         stored = kv.payload[span.base_row : span.base_row + 3072].float()

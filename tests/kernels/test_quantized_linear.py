@@ -7,6 +7,7 @@ from bladellm_kernels.fp8_linear import pack_fp8
 from bladellm_kernels.w4a16_linear import KERNEL_ROWS, pack_w4a16
 from bladellm_kernels.w8a8_linear import pack_w8a8
 from bladellm_kernels.w8a16_linear import pack_w8a16
+from bladellm_kernels.weight_units import UnitWeight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,14 +161,26 @@ def test_float32_rows_of_an_eight_bit_weight_do_not_depend_on_their_neighbours(d
     assert torch.equal(layer.run("w8a16", x[17:18]), together[17:18])
 
 
-def test_a_row_that_is_not_finite_leaves_the_others_alone(device: str) -> None:
-    layer = make_layer("w8a8", 16, 64, 1, False, device)
-    x = torch.randn(3, 64, device=device)
-    expected = layer.run("w8a8", x)
-    x[1, 5] = torch.nan
-    y = layer.run("w8a8", x)
-    assert y[1].isnan().all()
-    assert torch.equal(y[::2], expected[::2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("w8a8", {}), ("fp8", {"activations": "dynamic"}), ("fp8", {"activations": "static", "input_scale": 0.02})],
+    ids=["w8a8", "fp8-dynamic", "fp8-static"],
+)
+def test_a_row_that_is_not_finite_leaves_the_others_alone(
+    name: str, options: dict, dtype: torch.dtype, device: str
+) -> None:
+    layer = make_layer(name, 16, 64, 1, False, device)
+    x = torch.randn(3, 64, device=device).to(dtype)
+    expected = layer.run(name, x, **options)
+    assert expected.isfinite().all()
+    # A static scale takes the largest code for what is infinite.
+    for value in (torch.nan,) if "input_scale" in options else (torch.nan, torch.inf):
+        x[1, 5] = value
+        y = layer.run(name, x, **options)
+        assert not y[1].isfinite().any()
+        assert y[1].isnan().all() or value == torch.inf
+        assert torch.equal(y[::2], expected[::2])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,8 +236,13 @@ def test_codes_stay_small(device: str) -> None:
     scales = torch.rand(512, 16, device=device)
     w4 = pack_w4a16(codes, scales, None, torch.bfloat16)
     assert w4.weight.codes.nbytes == codes.numel() / 2
+    units = isinstance(w4.weight, UnitWeight)
     odd = pack_w4a16(codes[:, :63], scales[:, :1], None, torch.bfloat16)
-    assert odd.weight.codes.nbytes == 512 * 32
+    assert odd.weight.codes.nbytes == 512 * (64 if units else 32), "units are whole steps of 128 inputs"
+    for rows, columns in ((512, 1376), (500, 1536), (320, 960)):
+        packed = pack_w4a16(codes[:rows, :columns], scales[:rows, :1], None, torch.bfloat16)
+        filled = [-(-size // 128) * 128 for size in (rows, columns)]
+        assert packed.weight.codes.nbytes <= filled[0] * filled[1] / 2, "filled up to 128 at most"
     assert pack_w8a16(codes, scales, None, torch.float32).weight.codes.nbytes == codes.numel()
     assert pack_w8a8(codes, scales[:, :1], None, torch.float32).weight.weight.element_size() == 1
     fp8 = pack_fp8(codes.float().to(torch.float8_e4m3fn), scales[:, :1], torch.bfloat16)

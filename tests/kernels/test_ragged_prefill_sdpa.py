@@ -173,7 +173,10 @@ def test_large_chunks_on_cuda(marked, heads, dtype, name, paged):
     [alone] = [span for span in chunks if span.query_len == 1531]
     queries = q[alone.first : alone.first + 1531]
     result = ragged_prefill_attention(queries, kv, [alone._replace(first=0)], 0.1)
-    torch.testing.assert_close(result, out[alone.first : alone.first + 1531], atol=1e-3, rtol=1e-2)
+    # Perhaps by another kernel. Both round the weights of a sum, of values up to 3, to `dtype`.
+    torch.testing.assert_close(
+        result, out[alone.first : alone.first + 1531], atol=torch.finfo(dtype).eps / 2, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
