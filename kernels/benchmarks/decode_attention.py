@@ -1,7 +1,7 @@
 """Time `ragged_decode_attention` beside a kernel that only reads the same bytes, and beside PyTorch's attention.
 
 python kernels/benchmarks/decode_attention.py [--heads 32/8/128] [--sizes 32x4096 mix] [--formats int8] [--layers 1 8]
-    [--schedules 64,4,4,2 128,3,4,2] [--variants late ahead=0] [--paged] [--compare] [--json FILE] [--device cpu]
+    [--schedules 64,4,4,2 128,3,4,2] [--variants late apart] [--paged] [--compare] [--json FILE] [--device cpu]
 
 Each figure is the time of one layer's attention, split sequences merged, in a replayed CUDA graph; the plan that all
 layers of a step share is timed by itself (`plan us`). TB/s counts the stored keys, values and scales that are read;
@@ -163,25 +163,15 @@ def measure(
 
 @contextmanager
 def varied(variant: str) -> Iterator[None]:
-    """The kernels `as_is`, `apart`, `late` (no kernel starts before the one ahead has ended), or with other fields of
-    `DecodeShape`: `ahead=0`, `grain=32`, `merges=1`."""
-    if variant in ("as_is", "apart"):
+    """The kernels `as_is`, `apart`, or `late`: no kernel starts before the one ahead has ended."""
+    if variant != "late":
         yield
         return
     from bladellm_kernels import merge_attention_triton, ragged_decode_triton
-    from bladellm_kernels.decode_shape import decode_shape
 
     with ExitStack() as patches:
-        if variant == "late":
-            for module in (merge_attention_triton, ragged_decode_triton):
-                patches.enter_context(patch.object(module, "early_launch", lambda device: {"EARLY": False}))
-        else:
-            name, number = variant.split("=")
-            changed = {name: int(number)}
-            other = patch.object(
-                ragged_decode_triton, "decode_shape", lambda *given: replace(decode_shape(*given), **changed)
-            )
-            patches.enter_context(other)
+        for module in (merge_attention_triton, ragged_decode_triton):
+            patches.enter_context(patch.object(module, "early_launch", lambda device: {"EARLY": False}))
         yield
 
 
@@ -300,9 +290,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm; else the default"
     )
-    parser.add_argument(
-        "--variants", nargs="+", default=["as_is"], help="as_is, apart, late, ahead=NUMBER, merges=1, grain=BYTES"
-    )
+    parser.add_argument("--variants", nargs="+", default=["as_is"], choices=["as_is", "apart", "late"])
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")
     parser.add_argument("--paged", action="store_true", help="also memory in pages of 16 tokens")
     parser.add_argument("--compare", action="store_true", help="also PyTorch's attention")

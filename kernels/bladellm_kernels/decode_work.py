@@ -82,7 +82,6 @@ class DecodeWork:
     sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
-    arrived: int32 [B · lanes], all 0: segments of a sequence that are done, counted within a kernel.
     used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
@@ -90,7 +89,6 @@ class DecodeWork:
     sequences: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
-    arrived: torch.Tensor
     window: int | None
     query_len: int
     schedule: DecodeSchedule
@@ -130,8 +128,6 @@ class DecodeWorkspace:
         rows = max((self.programs(count) + max_batch) * count for count in range(1, max_query_len + 1)) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
-        lanes = max(kv_heads * self.tiles(count) for count in range(1, max_query_len + 1))
-        self.arrived = torch.zeros(max_batch * lanes, dtype=torch.int32, device=device)
 
     def rows(self, query_len: int) -> int:
         """Query rows of a KV head that one program takes."""
@@ -167,7 +163,7 @@ class DecodeWorkspace:
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, partial, lse, self.arrived, window, query_len, schedule)
+        return DecodeWork(programs, sequences, partial, lse, window, query_len, schedule)
 
 
 def _processors(device: torch.device) -> int:
