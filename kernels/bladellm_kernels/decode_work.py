@@ -1,7 +1,9 @@
 """How the work of a decode step is split over a GPU: made once a step on the device, shared by all layers.
 
 The blocks of `block_kv` positions that a batch has to read are counted through, sequence after sequence, and cut into
-equal ranges, one a program, whatever the lengths are. The part of a sequence within one program is a *segment*. Where a
+ranges, one a program, whatever the lengths are. The part of a sequence within one program is a *segment*: it takes time
+to start and to end, and cuts that move to a border of sequences save one. Ranges are equal in blocks, or in blocks and
+segments, or somewhat longer where then fewer sequences are cut: as the slowest program takes least time. Where a
 sequence is a single segment its program writes the output; else the segments leave partial states (an output and the
 logarithm of the sum of exponentials) that are merged. Program c's segment of sequence b has the number c + b: unique,
 since both only grow, and consecutive for the segments of a sequence. The grid is fixed: a captured CUDA graph stays
@@ -26,12 +28,14 @@ PROGRAM_FIELDS = 3
 @dataclass(frozen=True, slots=True)
 class DecodeSchedule:
     """block_kv: positions a step of the loop, `warps` warps sharing them, at least 16 each. stages: of the software
-    pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once."""
+    pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once.
+    segment_blocks: blocks that a program could read in the time that starting and ending a segment takes it."""
 
     block_kv: int
     stages: int
     warps: int
     ctas_per_sm: int
+    segment_blocks: int = 2
 
     def __post_init__(self) -> None:
         tokens = self.block_kv // self.warps
@@ -81,12 +85,14 @@ class DecodeWork:
     programs: int32 [C, 3]: first block, end of the blocks, sequence of the first one, of each program of a KV head.
     sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
+    merges: int32 [1 + B]: how many sequences are not one segment, and these.
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
     used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
     programs: torch.Tensor
     sequences: torch.Tensor
+    merges: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
     window: int | None
@@ -159,11 +165,14 @@ class DecodeWorkspace:
         count, schedule = self.programs(query_len), self.schedule(query_len)
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
-        launch(kv_lens, window, query_len, schedule.block_kv, programs, sequences)
+        merges = torch.empty(1 + batch, dtype=torch.int32, device=kv_lens.device)
+        launch(
+            kv_lens, window, query_len, schedule.block_kv, schedule.segment_blocks, programs, sequences, merges
+        )  # fmt: skip
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, partial, lse, window, query_len, schedule)
+        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule)
 
 
 def _processors(device: torch.device) -> int:

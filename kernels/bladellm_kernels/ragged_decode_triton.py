@@ -289,7 +289,7 @@ def launch(
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.
     work.used = True
-    merge_segments(work.partial, work.lse, work.sequences, out)
+    merge_segments(work, out)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
