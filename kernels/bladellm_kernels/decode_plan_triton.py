@@ -1,15 +1,27 @@
 """The kernel that splits a decode step over programs; `decode_work.py` says how."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from bladellm_kernels.decode_work import power_of_two
 
-_COMPARED = 8192
-"""Pairs of a program and a sequence compared at once."""
 _LENGTHS = tl.constexpr(4)
 """Lengths of a range that are tried, with and without room for what segments cost."""
+_MOST = tl.constexpr(2**30)
+_STEPS = tl.constexpr(20)
+"""Enough halvings for as many sequences and programs as there may be."""
+
+
+class Table(NamedTuple):
+    """What cuts are found by, in memory: of every sequence the end of its blocks in the count over the batch, and how
+    many sequences up to it have blocks; FIELDS of another apart."""
+
+    ends: Any
+    ranks: Any
+    batch: Any
 
 
 @triton.jit(do_not_specialize=["batch", "count", "window"])  # type: ignore[untyped-decorator]
@@ -27,7 +39,6 @@ def decode_plan_kernel(
     SEGMENT: tl.constexpr,
     BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> None:
     """One program. count: programs of a KV head; those that get no block have an empty range. SEGMENT: blocks that
     could be read in the time that a segment takes beside its own."""
@@ -40,26 +51,26 @@ def decode_plan_kernel(
     blocks = tl.where(kv_len > 0, (kv_len + BLOCK_KV - 1) // BLOCK_KV - skipped, 0)
     ends = tl.cumsum(blocks)
     ranks = tl.cumsum((blocks > 0).to(tl.int32))
-    length, room = _best_ranges(ends, ranks, count, SEGMENT, PROGRAMS, CHUNK)
-    started = tl.zeros((BATCH,), tl.int32)
-    reached = tl.zeros((BATCH,), tl.int32)
-    for chunk in range(0, PROGRAMS, CHUNK):
-        program = chunk + tl.arange(0, CHUNK)
-        known = program < count
-        begin, _, _ = _cut(program * length, ends, ranks, length, room, SEGMENT)
-        end, _, _ = _cut((program + 1) * length, ends, ranks, length, room, SEGMENT)
-        passed = (ends[None, :] <= begin[:, None]) & inside[None, :]
-        place = programs + program * 3
-        tl.store(place, begin, mask=known)
-        tl.store(place + 1, end, mask=known)
-        tl.store(place + 2, tl.sum(passed.to(tl.int32), 1), mask=known)
-        started += tl.sum(((begin[:, None] <= (ends - blocks)[None, :]) & known[:, None]).to(tl.int32), 0)
-        reached += tl.sum(((begin[:, None] < ends[None, :]) & known[:, None]).to(tl.int32), 0)
-    segments = tl.where(blocks > 0, reached - started + 1, 0)
     row = sequences + sequence * 5
     tl.store(row, ends - blocks, mask=inside)
     tl.store(row + 1, ends, mask=inside)
     tl.store(row + 2, skipped, mask=inside)
+    # Here until the number of the first segment is known.
+    tl.store(row + 3, ranks, mask=inside)
+    tl.debug_barrier()
+    table = Table(sequences + 1, sequences + 3, batch)
+    length, room = _best_ranges(table, tl.max(ends), tl.max(ranks), count, SEGMENT, BATCH, PROGRAMS)
+    program = tl.arange(0, PROGRAMS)
+    begin, _, _ = _cut(program * length, table, length, room, SEGMENT, BATCH)
+    end, _, _ = _cut((program + 1) * length, table, length, room, SEGMENT, BATCH)
+    place = programs + program * 3
+    tl.store(place, begin, mask=program < count)
+    tl.store(place + 1, end, mask=program < count)
+    tl.store(place + 2, _passed(table.ends, table.ranks, 0, batch, begin, 5, BATCH), mask=program < count)
+    tl.debug_barrier()
+    started = _passed(programs, programs, 0, count, ends - blocks, 3, PROGRAMS)
+    reached = _passed(programs, programs, 0, count, ends - 1, 3, PROGRAMS)
+    segments = tl.where(blocks > 0, reached - started + 1, 0)
     tl.store(row + 3, started - 1 + sequence, mask=inside)
     tl.store(row + 4, segments, mask=inside)
     merged = inside & (segments != 1)
@@ -69,67 +80,78 @@ def decode_plan_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _best_ranges(
-    ends: tl.tensor,
-    ranks: tl.tensor,
+    table: tl.tuple,
+    total: tl.tensor,
+    sequences: tl.tensor,
     count: tl.tensor,
     SEGMENT: tl.constexpr,
+    BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> tl.tuple:
     """Length of the ranges, and room for each sequence in them beside its blocks, that cost the slowest program least.
 
     Tried are the shortest lengths, without room and with SEGMENT. That anything has to be merged counts as a block.
     """
-    total = tl.max(ends)
-    sequences = tl.max(ranks)
-    least = total * 0 + 2**30
-    length = total * 0 + 1
-    room = total * 0
-    for choice in range(2 * _LENGTHS):
-        tried_room = choice % 2 * SEGMENT
-        tried = tl.maximum((total + tried_room * sequences + count - 1) // count, 1) + choice // 2
-        cost = total * 0
-        split = total * 0
-        for chunk in range(0, PROGRAMS, CHUNK):
-            program = chunk + tl.arange(0, CHUNK)
-            _, first, torn = _cut(program * tried, ends, ranks, tried, tried_room, SEGMENT)
-            _, last, _ = _cut((program + 1) * tried, ends, ranks, tried, tried_room, SEGMENT)
-            cost = tl.maximum(cost, tl.max(last - first + torn * SEGMENT))
-            split = tl.maximum(split, tl.max(torn))
-        better = cost + split < least
-        least = tl.where(better, cost + split, least)
-        length = tl.where(better, tried, length)
-        room = tl.where(better, tried_room, room)
-    return length, room
+    choice = tl.arange(0, 2 * _LENGTHS)
+    room = choice % 2 * SEGMENT
+    length = tl.maximum((total + room * sequences + count - 1) // count, 1) + choice // 2
+    cut = tl.arange(0, PROGRAMS)[None, :] * length[:, None]
+    _, first, torn = _cut(cut, table, length[:, None], room[:, None], SEGMENT, BATCH)
+    _, last, _ = _cut(cut + length[:, None], table, length[:, None], room[:, None], SEGMENT, BATCH)
+    cost = tl.max(last - first + torn * SEGMENT, 1) + tl.max(torn, 1)
+    best = tl.min(cost * (2 * _LENGTHS) + choice) % (2 * _LENGTHS)
+    return tl.sum(tl.where(choice == best, length, 0)), best % 2 * SEGMENT
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut(
     place: tl.tensor,
-    ends: tl.tensor,
-    ranks: tl.tensor,
+    table: tl.tuple,
     length: tl.tensor,
     room: tl.tensor,
     SEGMENT: tl.constexpr,
+    BATCH: tl.constexpr,
 ) -> tl.tuple:
-    """Where a cut comes to lie that is wanted at `place`, counting blocks and `room` for each sequence: its block, what
+    """Where cuts come to lie that are wanted at `place`, counting blocks and `room` for each sequence: the block, what
     is before it, counting segments as SEGMENT blocks each, and whether (1, 0) it splits a sequence.
 
-    Close to a sequence's start or end it moves there: the segment saved costs as much as the blocks moved. ranks: of
-    each sequence among those that have blocks, from 1 on.
+    Close to a sequence's start or end a cut moves there: the segment saved costs as much as the blocks moved.
     """
-    before = (ends + room * ranks)[None, :] <= place[:, None]
-    first = tl.max(tl.where(before, ends[None, :], 0), 1)
-    last = tl.min(tl.where(before, 2**30, ends[None, :]), 1)
-    rank = tl.max(tl.where(before, ranks[None, :], 0), 1)
+    sequence = _passed(table.ends, table.ranks, room, table.batch, place, 5, BATCH)
+    first = tl.load(table.ends + (sequence - 1) * 5, mask=sequence > 0, other=0)
+    rank = tl.load(table.ranks + (sequence - 1) * 5, mask=sequence > 0, other=0)
+    last = tl.load(table.ends + sequence * 5, mask=sequence < table.batch, other=0)
     near = tl.minimum(length // 8, SEGMENT)
     offset = place - first - room * (rank + 1)
-    split = (offset > near) & (last < 2**30)
+    split = (offset > near) & (sequence < table.batch)
     passed = split & (last - first - offset <= near)
     rank += passed.to(tl.int32)
     torn = (split & (passed == 0)).to(tl.int32)
     block = tl.where(passed, last, first) + offset * torn
     return block, block + SEGMENT * (rank + torn), torn
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _passed(
+    numbers: tl.tensor,
+    ranks: tl.tensor,
+    room: tl.tensor,
+    count: tl.tensor,
+    place: tl.tensor,
+    FIELDS: tl.constexpr,
+    MOST: tl.constexpr,
+) -> tl.tensor:
+    """How many of `count` ascending sums, numbers + room · ranks, FIELDS apart each, are not above `place`. MOST: a
+    power of two not below count."""
+    passed = place * 0
+    for step in tl.static_range(_STEPS):
+        if MOST >> step >= 1:
+            tried = passed + (MOST >> step) - 1
+            known = tried < count
+            number = tl.load(numbers + tried * FIELDS, mask=known, other=_MOST)
+            rank = tl.load(ranks + tried * FIELDS, mask=known, other=0)
+            passed = tl.where(number + room * rank <= place, tried + 1, passed)
+    return passed
 
 
 def launch(
@@ -148,15 +170,13 @@ def launch(
         programs.zero_()
         merges.zero_()
         return
-    padded, most = power_of_two(batch), power_of_two(count)
     decode_plan_kernel[(1,)](
         kv_lens, programs, sequences, merges, batch, count, window or 0,
         WINDOWED=window is not None,
         QUERY_LEN=query_len,
         BLOCK_KV=block_kv,
         SEGMENT=segment_blocks,
-        BATCH=padded,
-        PROGRAMS=most,
-        CHUNK=min(most, max(_COMPARED // padded, 1)),
+        BATCH=power_of_two(batch),
+        PROGRAMS=power_of_two(count),
         num_warps=8,
     )  # fmt: skip
