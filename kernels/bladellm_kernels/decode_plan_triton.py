@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_work import power_of_two
+from bladellm_kernels.decode_work import DecodeSchedule, power_of_two
 
 _LENGTHS = tl.constexpr(4)
 """Lengths of a range that are tried, with and without room for what segments cost."""
@@ -27,6 +27,7 @@ class Table(NamedTuple):
 @triton.jit(do_not_specialize=["batch", "count", "window"])  # type: ignore[untyped-decorator]
 def decode_plan_kernel(
     kv_lens: tl.tensor,
+    shares: tl.tensor,
     programs: tl.tensor,
     sequences: tl.tensor,
     merges: tl.tensor,
@@ -34,6 +35,7 @@ def decode_plan_kernel(
     count: tl.tensor,
     window: tl.tensor,
     WINDOWED: tl.constexpr,
+    SHARES: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -48,6 +50,8 @@ def decode_plan_kernel(
     skipped = tl.zeros((BATCH,), tl.int32)
     if WINDOWED:
         skipped = tl.maximum(kv_len - QUERY_LEN + 1 - window, 0) // BLOCK_KV
+    if SHARES:
+        skipped = tl.load(shares + sequence, mask=inside, other=0).to(tl.int32) // BLOCK_KV
     blocks = tl.where(kv_len > 0, (kv_len + BLOCK_KV - 1) // BLOCK_KV - skipped, 0)
     ends = tl.cumsum(blocks)
     ranks = tl.cumsum((blocks > 0).to(tl.int32))
@@ -73,7 +77,7 @@ def decode_plan_kernel(
     segments = tl.where(blocks > 0, reached - started + 1, 0)
     tl.store(row + 3, started - 1 + sequence, mask=inside)
     tl.store(row + 4, segments, mask=inside)
-    merged = inside & (segments != 1)
+    merged = inside & ((segments != 1) | (SHARES & (skipped > 0)))
     tl.store(merges + tl.cumsum(merged.to(tl.int32)), sequence, mask=merged)
     tl.store(merges, tl.sum(merged.to(tl.int32)))
 
@@ -156,26 +160,28 @@ def _passed(
 
 def launch(
     kv_lens: torch.Tensor,
+    shares: torch.Tensor | None,
     window: int | None,
     query_len: int,
-    block_kv: int,
-    segment_blocks: int,
+    schedule: DecodeSchedule,
     programs: torch.Tensor,
     sequences: torch.Tensor,
     merges: torch.Tensor,
 ) -> None:
-    """Fill `programs`, `sequences` and `merges` (see `DecodeWork`) for sequences of kv_lens."""
+    """Fill `programs`, `sequences` and `merges` (see `DecodeWork`) for sequences of kv_lens; shares: tokens of each
+    that are not read with it, or None."""
     batch, count = len(sequences), len(programs)
     if batch == 0:
         programs.zero_()
         merges.zero_()
         return
     decode_plan_kernel[(1,)](
-        kv_lens, programs, sequences, merges, batch, count, window or 0,
+        kv_lens, kv_lens if shares is None else shares, programs, sequences, merges, batch, count, window or 0,
         WINDOWED=window is not None,
+        SHARES=shares is not None,
         QUERY_LEN=query_len,
-        BLOCK_KV=block_kv,
-        SEGMENT=segment_blocks,
+        BLOCK_KV=schedule.block_kv,
+        SEGMENT=schedule.segment_blocks,
         BATCH=power_of_two(batch),
         PROGRAMS=power_of_two(count),
         num_warps=8,

@@ -26,6 +26,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
+    reads: see `DecodeWork`.
     """
 
     kv_heads: int
@@ -49,10 +50,16 @@ class DecodeShape:
     one_granule: bool
     paged: bool
     windowed: bool
+    reads: str
     plain: bool
     block_kv: int
     warps: int
     tokens: int
+
+    @property
+    def causal_len(self) -> int:
+        """Queries that see no more than those before them; what sequences share lies before all their queries."""
+        return 1 if self.reads == "shared" else self.query_len
 
     @property
     def code_step(self) -> float:
@@ -90,6 +97,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
         paged=kv.paged,
         windowed=work.window is not None,
+        reads=work.reads,
         plain=q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None,
         block_kv=block_kv,
         warps=work.schedule.warps,

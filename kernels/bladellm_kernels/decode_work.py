@@ -87,6 +87,9 @@ class DecodeWork:
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
     merges: int32 [1 + B]: how many sequences are not one segment, and these.
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
+    reads: "all"; "own": of each sequence what is behind its first shares[b] tokens, int64 [B], multiples of block_kv;
+    or "shared": the sequences are beginnings that others share, the query_len others of each in shares, int64
+    [B, query_len], -1 for none, and all segments leave partial states. See `cascade_decode_attention.py`.
     used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
@@ -98,6 +101,8 @@ class DecodeWork:
     window: int | None
     query_len: int
     schedule: DecodeSchedule
+    reads: str = "all"
+    shares: torch.Tensor | None = None
     used: bool = False
 
 
@@ -151,9 +156,17 @@ class DecodeWorkspace:
         """Tiles of `rows` query rows of a KV head."""
         return -(-query_len * (self.heads // self.kv_heads) // self.rows(query_len))
 
-    def plan(self, kv_lens: torch.Tensor, window: int | None = None, query_len: int = 1) -> DecodeWork:
+    def plan(
+        self,
+        kv_lens: torch.Tensor,
+        window: int | None = None,
+        query_len: int = 1,
+        reads: str = "all",
+        shares: torch.Tensor | None = None,
+    ) -> DecodeWork:
         """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
-        `ragged_decode_attention`. Queues one small kernel and never waits. Valid until the next step's plan."""
+        `ragged_decode_attention`; reads, shares: see `DecodeWork`. Queues one small kernel and never waits. Valid until
+        the next step's plan."""
         from bladellm_kernels.decode_plan_triton import launch
 
         batch = kv_lens.shape[0]
@@ -166,13 +179,12 @@ class DecodeWorkspace:
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
         merges = torch.empty(1 + batch, dtype=torch.int32, device=kv_lens.device)
-        launch(
-            kv_lens, window, query_len, schedule.block_kv, schedule.segment_blocks, programs, sequences, merges
-        )  # fmt: skip
+        skipped = shares if reads == "own" else None
+        launch(kv_lens, skipped, window, query_len, schedule, programs, sequences, merges)
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule)
+        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule, reads, shares)
 
 
 def _processors(device: torch.device) -> int:

@@ -76,11 +76,26 @@ def merge_parts_kernel(
         tl.store(out.lse + place, logs, mask=row < rows)
 
 
+class Segments(NamedTuple):
+    """Partial states: `partial`, `lse` and `sequences` of a `DecodeWork`."""
+
+    partial: Any
+    lse: Any
+    sequences: Any
+
+
+class Shares(NamedTuple):
+    """Of each sequence of a batch the tokens that it shares with others, and its place among those that share."""
+
+    tokens: Any
+    places: Any
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def merge_segments_kernel(
-    partial: tl.tensor,
-    lse: tl.tensor,
-    sequences: tl.tensor,
+    own: tl.tuple,
+    shared: tl.tuple,
+    shares: tl.tuple,
     merges: tl.tensor,
     out: tl.tensor,
     token_stride: tl.tensor,
@@ -90,11 +105,13 @@ def merge_segments_kernel(
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (i, row) merges a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of `merges`.
 
-    It may start early only after a kernel that has waited for the plan before it let this one start.
+    MEMBERS: sequences that a shared beginning has room for, or 0: nothing is shared. The kernel may start early only
+    after a kernel that has waited for the plan before it let this one start.
     """
     number = tl.load(merges)
     let_next_start(EARLY)
@@ -103,37 +120,44 @@ def merge_segments_kernel(
     column = tl.arange(0, COLUMNS)
     for index in range(tl.program_id(0), number, tl.num_programs(0)):
         sequence = tl.load(merges + 1 + index)
-        first = tl.load(sequences + sequence * 5 + 3)
-        count = tl.load(sequences + sequence * 5 + 4)
-        whole = _merged_row(partial, lse, first, count, row, QUERY_LEN * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+        state = (LOWEST + row * 0.0, row * 0.0, tl.full((COLUMNS,), 0.0, tl.float32))
+        state = _add_segments(state, own, sequence, row, True, QUERY_LEN * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+        if MEMBERS > 0:
+            place = tl.load(shares.places + sequence).to(tl.int32)
+            known = tl.load(shares.tokens + sequence) > 0
+            there = place % MEMBERS * HEADS + row
+            state = _add_segments(
+                state, shared, place // MEMBERS, there, known, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS
+            )
+        whole = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])
         token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
         place = out + token * token_stride + row % HEADS * head_stride
         tl.store(place + column, whole.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merged_row(
-    partial: tl.tensor,
-    lse: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
+def _add_segments(
+    state: tl.tuple,
+    segments: tl.tuple,
+    sequence: tl.tensor,
     row: tl.tensor,
+    known: tl.tensor,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-) -> tl.tensor:
-    """A row, of ROWS, of segments [first, first + count), merged: [COLUMNS]; 0 for no segments."""
+) -> tl.tuple:
+    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of a sequence's segments added."""
+    maximum, total, whole = state
+    first = tl.load(segments.sequences + sequence * 5 + 3, mask=known, other=0)
+    count = tl.load(segments.sequences + sequence * 5 + 4, mask=known, other=0)
     column = tl.arange(0, COLUMNS)
-    maximum = tl.full((), LOWEST, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    whole = tl.full((COLUMNS,), 0.0, tl.float32)
     for start in range(0, count, SEGMENTS):
         segment = start + tl.arange(0, SEGMENTS)
         place = (first + segment).to(tl.int64) * ROWS + row
         # Past the L1 cache, which may hold what was here before.
-        logs = tl.load(lse + place, mask=segment < count, other=float("-inf"), cache_modifier=".cg") * LOG2E
-        places = partial + place[:, None] * HEAD_DIM + column[None, :]
+        logs = tl.load(segments.lse + place, mask=segment < count, other=float("-inf"), cache_modifier=".cg") * LOG2E
+        places = segments.partial + place[:, None] * HEAD_DIM + column[None, :]
         mask = (segment < count)[:, None] & (column < HEAD_DIM)[None, :]
         outputs = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
         highest = tl.maximum(maximum, tl.max(logs, 0))
@@ -142,7 +166,7 @@ def _merged_row(
         whole = whole * decay + tl.sum(outputs * weights[:, None], 0)
         total = total * decay + tl.sum(weights, 0)
         maximum = highest
-    return whole / tl.where(total == 0.0, 1.0, total)
+    return maximum, total, whole
 
 
 def merge_parts(
@@ -171,20 +195,28 @@ def _part(output: torch.Tensor, lse: torch.Tensor) -> Part:
     return Part(output, output.stride(0), output.stride(1), lse, lse.stride(0), lse.stride(1))
 
 
-def merge_segments(work: DecodeWork, out: torch.Tensor) -> None:
-    """Write the rows of sequences that are several segments, or none."""
+def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | None = None, places: Any = None) -> None:
+    """Write the rows of sequences that are several segments, or none.
+
+    shared: what is read once for several sequences; places: int64 [B], of each sequence among the members of those.
+    """
     heads, head_dim = out.shape[1:]
     rows, columns = work.partial.shape[1], power_of_two(head_dim)
     batch, programs = len(work.sequences), len(work.programs)
     # Few sequences are many segments each; of many, few are split, into few. Cuts bound how many are.
     segments = min(max(power_of_two(triton.cdiv(programs, batch) + 1), 8), _TILE // columns)
-    merge_segments_kernel[(min(batch, programs), rows)](
-        work.partial, work.lse, work.sequences, work.merges, out, out.stride(0), out.stride(1),
+    own = Segments(work.partial, work.lse, work.sequences)
+    merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows)](
+        own,
+        own if shared is None else Segments(shared.partial, shared.lse, shared.sequences),
+        Shares(work.merges, work.merges) if shared is None else Shares(work.shares, places),
+        work.merges, out, out.stride(0), out.stride(1),
         QUERY_LEN=rows // heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         SEGMENTS=segments,
+        MEMBERS=0 if shared is None else shared.query_len,
         num_warps=min(max(segments // 8, 1), 4),
         **early_launch(out.device),
     )  # fmt: skip

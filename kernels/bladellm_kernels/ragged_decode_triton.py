@@ -48,7 +48,7 @@ _REGISTERS = 65536
 
 @triton.jit(
     do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"],
+    do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "shares", "programs", "sequences"],
 )  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
@@ -56,6 +56,7 @@ def ragged_decode_kernel(
     base_rows: tl.tensor,
     slots: tl.tensor,
     kv_lens: tl.tensor,
+    shares: tl.tensor,
     programs: tl.tensor,
     sequences: tl.tensor,
     out: tl.tuple,
@@ -75,7 +76,7 @@ def ragged_decode_kernel(
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-    plan = PlanArguments(sequences, base_rows, slots, kv_lens)
+    plan = PlanArguments(sequences, base_rows, slots, kv_lens, shares)
     if not SETTLED:
         wait_for_inputs(EARLY)
     block = tl.load(programs + program * 3)
@@ -85,12 +86,12 @@ def ragged_decode_kernel(
     if SETTLED:
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
-    numbers = load_queries(q, sequence, block < end, head, row, SHAPE)
+    numbers = load_queries(q, plan, sequence, block < end, head, row, SHAPE)
     granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
     while block < end:
         more = last < end
         next_first, next_last, next_span = load_sequence(plan, sequence + 1, more, head, window, SHAPE)
-        next_numbers = load_queries(q, sequence + 1, more, head, row, SHAPE)
+        next_numbers = load_queries(q, plan, sequence + 1, more, head, row, SHAPE)
         stop = tl.minimum(last, end)
         if stop > block:
             queries = turn_queries(numbers, scale, SHAPE)
@@ -98,7 +99,7 @@ def ragged_decode_kernel(
             state, next_granule = _attend(
                 queries, kv, span, next_span, granule, row, block + skipped, stop + skipped, window, SHAPE
             )
-            if (block == first) & (stop == last):
+            if (block == first) & (stop == last) & _is_whole(span, SHAPE):
                 store_output(state, out, sequence, head, row, SHAPE)
             else:
                 store_partial(state, states, program + sequence, head, row, SHAPE)
@@ -111,6 +112,17 @@ def ragged_decode_kernel(
         span = next_span
         numbers = next_numbers
         granule = next_granule
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_whole(span: tl.tuple, SHAPE: tl.constexpr) -> tl.tensor:
+    """Whether the blocks of a span are all that its queries see."""
+    whole = span.kv_len >= 0
+    if SHAPE.reads == "own":
+        whole = span.lowest == 0
+    elif SHAPE.reads == "shared":
+        whole = span.kv_len < 0
+    return whole
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -224,9 +236,13 @@ def _hide(
 ) -> tl.tuple:
     """Scores -inf where a row does not see a position, scale and zero 0 outside the span, in blocks that have such
     positions."""
-    if (position + SHAPE.block_kv > span.kv_len - SHAPE.query_len + 1) | (position < span.lowest + SHAPE.query_len - 1):
+    if (position + SHAPE.block_kv > span.kv_len - SHAPE.causal_len + 1) | (
+        position < span.lowest + SHAPE.causal_len - 1
+    ):
         token = position + block_tokens(SHAPE)
-        newest = span.kv_len - SHAPE.query_len + row // SHAPE.group
+        newest = span.kv_len - SHAPE.causal_len + row * 0
+        if SHAPE.causal_len > 1:
+            newest += row // SHAPE.group
         visible = token[:, :, None] <= newest[None, None, :]
         if SHAPE.windowed:
             visible &= token[:, :, None] > (newest - window)[None, None, :]
@@ -268,6 +284,21 @@ def launch(
     out: torch.Tensor,
 ) -> None:
     """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
+    launch_segments(q, kv, base_rows, slots, kv_lens, scale, work, out)
+    merge_segments(work, out)
+
+
+def launch_segments(
+    q: torch.Tensor,
+    kv: KvLayer,
+    base_rows: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    work: DecodeWork,
+    out: torch.Tensor,
+) -> None:
+    """The outputs of sequences that are one segment, and the states of the others' segments."""
     shape = decode_shape(q, kv, work)
     schedule = work.schedule
     # What gathers granules waits for the table first: the pipeline halves its depth.
@@ -276,7 +307,7 @@ def launch(
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
-        base_rows, slots, kv_lens, work.programs, work.sequences,
+        base_rows, slots, kv_lens, kv_lens if work.shares is None else work.shares, work.programs, work.sequences,
         RowArguments(out, out.stride(0), out.stride(1)),
         StateArguments(work.partial, work.lse),
         scale, work.window or 0,
@@ -289,7 +320,6 @@ def launch(
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.
     work.used = True
-    merge_segments(work, out)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
