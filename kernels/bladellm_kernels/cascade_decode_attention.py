@@ -16,6 +16,8 @@ from bladellm_kernels.kv_format import NO_QUANT, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefix_groups import PrefixGroup
 
+_ROWS = 16
+"""Query rows of a tile: with 32, states do not fit in registers."""
 _ALIGNED = 128
 """Tokens: shared beginnings end where a block of any schedule does."""
 
@@ -87,7 +89,7 @@ class CascadeWorkspace:
     def plan(
         self, prefixes: SharedPrefixes, base_rows: torch.Tensor, slots: torch.Tensor, kv_lens: torch.Tensor
     ) -> CascadeWork:
-        """Every kv_len exceeds what its sequence shares. Queues small kernels and never waits."""
+        """No kv_len is below what its sequence shares. Queues small kernels and never waits."""
         own = self.own.plan(kv_lens, None, 1, "own", prefixes.tokens)
         shared = self.shared.plan(prefixes.lens, None, self.members, "shared", prefixes.rows)
         leaders = prefixes.leaders
@@ -97,7 +99,7 @@ class CascadeWorkspace:
 def tile_members(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Sequences whose query rows of a KV head fill a tile."""
     group = heads // kv_heads
-    return max(row_tile(32, head_dim, dtype) // group, 1)
+    return max(row_tile(_ROWS, head_dim, dtype) // group, 1)
 
 
 def cascade_decode_attention(

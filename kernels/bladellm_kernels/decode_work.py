@@ -50,7 +50,7 @@ def default_schedule(
     token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
     block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
     # Beside the tiles: queries, scales, what warps exchange at the end, and 1 KiB of every program that CUDA takes.
-    kept = 64 * power_of_two(head_dim) + 7 * 1024
+    kept = 8 * (rows if format.quantized else 8) * power_of_two(head_dim) + 7 * 1024
     plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
     warps = 4
     # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
