@@ -63,10 +63,10 @@ def decode_plan_kernel(
     tl.store(row + 3, ranks, mask=inside)
     tl.debug_barrier()
     table = Table(sequences + 1, sequences + 3, batch)
-    length, room = _best_ranges(table, tl.max(ends), tl.max(ranks), count, SEGMENT, BATCH, PROGRAMS)
+    length, room, near = _best_ranges(table, tl.max(ends), tl.max(ranks), count, SEGMENT, BATCH, PROGRAMS)
     program = tl.arange(0, PROGRAMS)
-    begin, _, _ = _cut(program * length, table, length, room, SEGMENT, BATCH)
-    end, _, _ = _cut((program + 1) * length, table, length, room, SEGMENT, BATCH)
+    begin, _, _ = _cut(program * length, table, room, near, SEGMENT, BATCH)
+    end, _, _ = _cut((program + 1) * length, table, room, near, SEGMENT, BATCH)
     place = programs + program * 3
     tl.store(place, begin, mask=program < count)
     tl.store(place + 1, end, mask=program < count)
@@ -92,40 +92,42 @@ def _best_ranges(
     BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Length of the ranges, and room for each sequence in them beside its blocks, that cost the slowest program least.
+    """Length of the ranges, room for each sequence in them beside its blocks, and how far cuts may move, that cost the
+    slowest program least.
 
-    Tried are the shortest lengths, without room and with SEGMENT. That anything has to be merged counts as a block.
+    Tried are equal ranges first, then the shortest lengths, without room and with SEGMENT. That anything has to be
+    merged counts as a block.
     """
     choice = tl.arange(0, 2 * _LENGTHS)
     room = choice % 2 * SEGMENT
     length = tl.maximum((total + room * sequences + count - 1) // count, 1) + choice // 2
+    near = tl.where(choice == 0, 0, tl.minimum(length // 8, SEGMENT))
     cut = tl.arange(0, PROGRAMS)[None, :] * length[:, None]
-    _, first, torn = _cut(cut, table, length[:, None], room[:, None], SEGMENT, BATCH)
-    _, last, _ = _cut(cut + length[:, None], table, length[:, None], room[:, None], SEGMENT, BATCH)
+    _, first, torn = _cut(cut, table, room[:, None], near[:, None], SEGMENT, BATCH)
+    _, last, _ = _cut(cut + length[:, None], table, room[:, None], near[:, None], SEGMENT, BATCH)
     cost = tl.max(last - first + torn * SEGMENT, 1) + tl.max(torn, 1)
-    best = tl.min(cost * (2 * _LENGTHS) + choice) % (2 * _LENGTHS)
-    return tl.sum(tl.where(choice == best, length, 0)), best % 2 * SEGMENT
+    best = choice == tl.min(cost * (2 * _LENGTHS) + choice) % (2 * _LENGTHS)
+    return tl.sum(tl.where(best, length, 0)), tl.sum(tl.where(best, room, 0)), tl.sum(tl.where(best, near, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut(
     place: tl.tensor,
     table: tl.tuple,
-    length: tl.tensor,
     room: tl.tensor,
+    near: tl.tensor,
     SEGMENT: tl.constexpr,
     BATCH: tl.constexpr,
 ) -> tl.tuple:
     """Where cuts come to lie that are wanted at `place`, counting blocks and `room` for each sequence: the block, what
     is before it, counting segments as SEGMENT blocks each, and whether (1, 0) it splits a sequence.
 
-    Close to a sequence's start or end a cut moves there: the segment saved costs as much as the blocks moved.
+    A cut no more than `near` blocks from a sequence's start or end moves there: that saves a segment.
     """
     sequence = _passed(table.ends, table.ranks, room, table.batch, place, 5, BATCH)
     first = tl.load(table.ends + (sequence - 1) * 5, mask=sequence > 0, other=0)
     rank = tl.load(table.ranks + (sequence - 1) * 5, mask=sequence > 0, other=0)
     last = tl.load(table.ends + sequence * 5, mask=sequence < table.batch, other=0)
-    near = tl.minimum(length // 8, SEGMENT)
     offset = place - first - room * (rank + 1)
     split = (offset > near) & (sequence < table.batch)
     passed = split & (last - first - offset <= near)
