@@ -58,18 +58,17 @@ def check_cascade(format_name, dtype, heads, lens, groups, device="cpu", **optio
 
 
 def interpret_cascade():
-    processors = random.choice([1, 3, 8])
+    processors = random.choice([1, 2, 3])
     decode_work._processors = lambda device: processors
     half = torch.float16
     pair, trio = PrefixGroup((1, 4), 3), PrefixGroup((0, 2, 3), 2)
-    lens = [300, 420, 257, 700, 385, 1, 0]
+    lens = [300, 420, 257, 266, 385, 1, 0]
     check_cascade("no_quant", half, (4, 2, 16), lens, [pair, trio], granule_tokens=128)
     check_cascade("int8", half, (16, 1, 16), lens, [trio], granule_tokens=128)
-    check_cascade("int4_affine", half, (2, 2, 32), lens, [pair], granule_tokens=64, paged=True)
-    check_cascade("no_quant", torch.float32, (4, 1, 8), lens, [pair, trio], granule_tokens=128)
-    check_cascade("no_quant", half, (4, 2, 16), lens, [], granule_tokens=128)
+    check_cascade("int4_affine", half, (2, 1, 32), lens[:5], [PrefixGroup((1, 4), 5)], granule_tokens=64, paged=True)
+    check_cascade("no_quant", torch.float32, (4, 1, 8), [1, 2], [], granule_tokens=128)
     # Beginnings too short for a block are not shared.
-    check_cascade("no_quant", half, (4, 2, 16), [50, 60], [PrefixGroup((0, 1), 2)], granule_tokens=16)
+    check_cascade("no_quant", half, (2, 1, 16), [50, 60], [PrefixGroup((0, 1), 2)], granule_tokens=16)
 
 
 def test_interpreted():
