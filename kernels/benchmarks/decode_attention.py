@@ -1,7 +1,7 @@
 """Time `ragged_decode_attention` beside a kernel that only reads the same bytes, and beside PyTorch's attention.
 
 python kernels/benchmarks/decode_attention.py [--heads 32/8/128] [--sizes 32x4096 mix] [--formats int8] [--layers 1 8]
-    [--schedules 64,4,4,2 128,3,4,2] [--variants late ahead=0] [--paged] [--compare] [--json FILE] [--device cpu]
+    [--schedules 64,4,4,2 64,4,4,2,0] [--variants late apart] [--paged] [--compare] [--json FILE] [--device cpu]
 
 Each figure is the time of one layer's attention, split sequences merged, in a replayed CUDA graph; the plan that all
 layers of a step share is timed by itself (`plan us`). TB/s counts the stored keys, values and scales that are read;
@@ -146,10 +146,11 @@ def measure(
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:
             with varied(variant):
-                timed = (problem, inputs, schedule, expected, variant == "apart", arguments.repeats)
+                checked = None if variant == "unmerged" else expected
+                timed = (problem, inputs, schedule, checked, variant == "apart", arguments.repeats)
                 taken, plan_seconds = scheduled_seconds(*timed)
         except failures() as error:
-            print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {label:>21} {first_line(error)}", flush=True)
+            print(f"{names[0]:>10} {names[1]:>9} {problem.format.name:>12} {label:>23} {first_line(error)}", flush=True)
             continue
         rate = problem.read_bytes / taken
         result = Result(
@@ -163,25 +164,19 @@ def measure(
 
 @contextmanager
 def varied(variant: str) -> Iterator[None]:
-    """The kernels `as_is`, `apart`, `late` (no kernel starts before the one ahead has ended), or with other fields of
-    `DecodeShape`: `ahead=0`, `grain=32`, `merges=1`."""
+    """The kernels `as_is`, `apart`, `late` (no kernel starts before the one ahead has ended), or `unmerged`, to know
+    what the merges take."""
     if variant in ("as_is", "apart"):
         yield
         return
     from bladellm_kernels import merge_attention_triton, ragged_decode_triton
-    from bladellm_kernels.decode_shape import decode_shape
 
     with ExitStack() as patches:
-        if variant == "late":
+        if variant == "unmerged":
+            patches.enter_context(patch.object(ragged_decode_triton, "merge_segments", lambda *given: None))
+        else:
             for module in (merge_attention_triton, ragged_decode_triton):
                 patches.enter_context(patch.object(module, "early_launch", lambda device: {"EARLY": False}))
-        else:
-            name, number = variant.split("=")
-            changed = {name: int(number)}
-            other = patch.object(
-                ragged_decode_triton, "decode_shape", lambda *given: replace(decode_shape(*given), **changed)
-            )
-            patches.enter_context(other)
         yield
 
 
@@ -251,7 +246,7 @@ def line(result: Result) -> str:
     theirs = "-" if result.torch_us is None else f"{result.torch_us:.1f}"
     layout = f"{result.layers}{' paged' if result.paged else ''}"
     return (
-        f"{result.heads:>10} {result.size:>9} {result.format:>12} {layout:>9} {result.schedule:>11} "
+        f"{result.heads:>10} {result.size:>9} {result.format:>12} {layout:>9} {result.schedule:>13} "
         f"{result.variant:>9} {result.us:10.1f} "
         f"{result.plan_us:8.1f} {result.tb_s:7.3f} {result.ceiling_tb_s:8.3f} {result.share:6.1%} {theirs:>9}"
     )
@@ -293,16 +288,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", help="the model's type")
     parser.add_argument("--heads", nargs="+", default=HEADS, help="query heads/KV heads/head dimension")
-    parser.add_argument("--sizes", nargs="+", help="batch x tokens, or mix")
+    parser.add_argument("--sizes", nargs="+", help="batch x tokens, batch x least-most, or mix")
     parser.add_argument("--formats", nargs="+", default=["no_quant"], choices=list(KV_FORMATS))
     parser.add_argument("--layers", nargs="+", type=int, default=[1], help="layers interleaved in a row of memory")
     parser.add_argument("--granule_tokens", type=int, default=256)
     parser.add_argument(
-        "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm; else the default"
+        "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm,segment_blocks; else default"
     )
-    parser.add_argument(
-        "--variants", nargs="+", default=["as_is"], help="as_is, apart, late, ahead=NUMBER, merges=1, grain=BYTES"
-    )
+    parser.add_argument("--variants", nargs="+", default=["as_is"], choices=["as_is", "apart", "late", "unmerged"])
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")
     parser.add_argument("--paged", action="store_true", help="also memory in pages of 16 tokens")
     parser.add_argument("--compare", action="store_true", help="also PyTorch's attention")
@@ -316,7 +309,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     schedules = given_schedules(arguments.schedules)
     print(
-        f"{'heads':>10} {'size':>9} {'format':>12} {'layers':>9} {'schedule':>11} {'variant':>9} {'us':>10} "
+        f"{'heads':>10} {'size':>9} {'format':>12} {'layers':>9} {'schedule':>13} {'variant':>9} {'us':>10} "
         f"{'plan us':>8} {'TB/s':>7} {'ceiling':>8} {'share':>6} {'torch us':>9}"
     )
     results = []

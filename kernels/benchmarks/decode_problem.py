@@ -70,13 +70,16 @@ class Inputs:
 
 
 def lengths(size: str) -> tuple[int, ...]:
-    """`BxN`, or `mix`: 64 sequences, few of them long. Small for a CPU's sake where the name ends in a number."""
+    """`BxN`, `BxM-N` (random lengths), or `mix`: 64 sequences, few of them long; small for a CPU's sake where the name
+    ends in a number."""
     if size.startswith("mix"):
         longest = int(size[3:] or 32768)
         generator = random.Random(0)
         return tuple(max(1, int(longest * generator.random() ** 4)) for _ in range(64))
-    batch, tokens = (int(part) for part in size.split("x"))
-    return (tokens,) * batch
+    batch, tokens = size.split("x")
+    least, _, most = tokens.partition("-")
+    generator = random.Random(0)
+    return tuple(generator.randint(int(least), int(most or least)) for _ in range(int(batch)))
 
 
 def make_inputs(problem: Problem, device: torch.device) -> Inputs:

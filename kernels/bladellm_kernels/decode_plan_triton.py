@@ -1,84 +1,190 @@
 """The kernel that splits a decode step over programs; `decode_work.py` says how."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_work import power_of_two
+from bladellm_kernels.decode_work import DecodeSchedule, power_of_two
 
-_COMPARED = 8192
-"""Pairs of a program and a sequence compared at once."""
+_LENGTHS = tl.constexpr(4)
+"""Lengths of a range that are tried, with and without room for what segments cost."""
+_MOST = tl.constexpr(2**30)
+_STEPS = tl.constexpr(20)
+"""Enough halvings for as many sequences and programs as there may be."""
+
+
+class Table(NamedTuple):
+    """What cuts are found by, in memory: of every sequence the end of its blocks in the count over the batch, and how
+    many sequences up to it have blocks; FIELDS of another apart."""
+
+    ends: Any
+    ranks: Any
+    batch: Any
 
 
 @triton.jit(do_not_specialize=["batch", "count", "window"])  # type: ignore[untyped-decorator]
 def decode_plan_kernel(
     kv_lens: tl.tensor,
+    shares: tl.tensor,
     programs: tl.tensor,
     sequences: tl.tensor,
+    merges: tl.tensor,
     batch: tl.tensor,
     count: tl.tensor,
     window: tl.tensor,
     WINDOWED: tl.constexpr,
+    SHARES: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> None:
-    """One program. count: programs of a KV head; those that get no block have an empty range."""
+    """One program. count: programs of a KV head; those that get no block have an empty range. SEGMENT: blocks that
+    could be read in the time that a segment takes beside its own."""
     sequence = tl.arange(0, BATCH)
-    kv_len = tl.load(kv_lens + sequence, mask=sequence < batch, other=0)
-    skipped = tl.zeros((BATCH,), tl.int64)
+    inside = sequence < batch
+    kv_len = tl.load(kv_lens + sequence, mask=inside, other=0).to(tl.int32)
+    skipped = tl.zeros((BATCH,), tl.int32)
     if WINDOWED:
         skipped = tl.maximum(kv_len - QUERY_LEN + 1 - window, 0) // BLOCK_KV
+    if SHARES:
+        skipped = tl.load(shares + sequence, mask=inside, other=0).to(tl.int32) // BLOCK_KV
     blocks = tl.where(kv_len > 0, (kv_len + BLOCK_KV - 1) // BLOCK_KV - skipped, 0)
     ends = tl.cumsum(blocks)
-    total = tl.sum(blocks)
-    shares = tl.minimum(total, count).to(tl.int64)
-    # Program c holds block b where c · total // shares ≤ b < (c + 1) · total // shares.
-    some = tl.maximum(total, 1)
-    first = ((ends - blocks + 1) * shares - 1) // some
-    last = (ends * shares - 1) // some
+    ranks = tl.cumsum((blocks > 0).to(tl.int32))
     row = sequences + sequence * 5
-    inside = sequence < batch
-    tl.store(row, (ends - blocks).to(tl.int32), mask=inside)
-    tl.store(row + 1, ends.to(tl.int32), mask=inside)
-    tl.store(row + 2, skipped.to(tl.int32), mask=inside)
-    tl.store(row + 3, (first + sequence).to(tl.int32), mask=inside)
-    tl.store(row + 4, tl.where(blocks > 0, last - first + 1, 0).to(tl.int32), mask=inside)
-    for chunk in range(0, PROGRAMS, CHUNK):
-        program = (chunk + tl.arange(0, CHUNK)).to(tl.int64)
-        busy = program < shares
-        begin = tl.where(busy, program * total // tl.maximum(shares, 1), 0)
-        end = tl.where(busy, (program + 1) * total // tl.maximum(shares, 1), 0)
-        passed = (ends[None, :] <= begin[:, None]) & inside[None, :]
-        place = programs + program * 3
-        tl.store(place, begin.to(tl.int32), mask=program < count)
-        tl.store(place + 1, end.to(tl.int32), mask=program < count)
-        tl.store(place + 2, tl.sum(passed.to(tl.int32), 1), mask=program < count)
+    tl.store(row, ends - blocks, mask=inside)
+    tl.store(row + 1, ends, mask=inside)
+    tl.store(row + 2, skipped, mask=inside)
+    # Here until the number of the first segment is known.
+    tl.store(row + 3, ranks, mask=inside)
+    tl.debug_barrier()
+    table = Table(sequences + 1, sequences + 3, batch)
+    length, room, near = _best_ranges(table, tl.max(ends), tl.max(ranks), count, SEGMENT, BATCH, PROGRAMS)
+    program = tl.arange(0, PROGRAMS)
+    begin, _, _ = _cut(program * length, table, room, near, SEGMENT, BATCH)
+    end, _, _ = _cut((program + 1) * length, table, room, near, SEGMENT, BATCH)
+    place = programs + program * 3
+    tl.store(place, begin, mask=program < count)
+    tl.store(place + 1, end, mask=program < count)
+    tl.store(place + 2, _passed(table.ends, table.ranks, 0, batch, begin, 5, BATCH), mask=program < count)
+    tl.debug_barrier()
+    started = _passed(programs, programs, 0, count, ends - blocks, 3, PROGRAMS)
+    reached = _passed(programs, programs, 0, count, ends - 1, 3, PROGRAMS)
+    segments = tl.where(blocks > 0, reached - started + 1, 0)
+    tl.store(row + 3, started - 1 + sequence, mask=inside)
+    tl.store(row + 4, segments, mask=inside)
+    merged = inside & ((segments != 1) | (SHARES & (skipped > 0)))
+    tl.store(merges + tl.cumsum(merged.to(tl.int32)), sequence, mask=merged)
+    tl.store(merges, tl.sum(merged.to(tl.int32)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_ranges(
+    table: tl.tuple,
+    total: tl.tensor,
+    sequences: tl.tensor,
+    count: tl.tensor,
+    SEGMENT: tl.constexpr,
+    BATCH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+) -> tl.tuple:
+    """Length of the ranges, room for each sequence in them beside its blocks, and how far cuts may move, that cost the
+    slowest program least.
+
+    Tried are equal ranges first, then the shortest lengths, without room and with SEGMENT. That anything has to be
+    merged counts as a block.
+    """
+    choice = tl.arange(0, 2 * _LENGTHS)
+    room = choice % 2 * SEGMENT
+    length = tl.maximum((total + room * sequences + count - 1) // count, 1) + choice // 2
+    near = tl.where(choice == 0, 0, tl.minimum(length // 8, SEGMENT))
+    cut = tl.arange(0, PROGRAMS)[None, :] * length[:, None]
+    _, first, torn = _cut(cut, table, room[:, None], near[:, None], SEGMENT, BATCH)
+    _, last, _ = _cut(cut + length[:, None], table, room[:, None], near[:, None], SEGMENT, BATCH)
+    cost = tl.max(last - first + torn * SEGMENT, 1) + tl.max(torn, 1)
+    best = choice == tl.min(cost * (2 * _LENGTHS) + choice) % (2 * _LENGTHS)
+    return tl.sum(tl.where(best, length, 0)), tl.sum(tl.where(best, room, 0)), tl.sum(tl.where(best, near, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut(
+    place: tl.tensor,
+    table: tl.tuple,
+    room: tl.tensor,
+    near: tl.tensor,
+    SEGMENT: tl.constexpr,
+    BATCH: tl.constexpr,
+) -> tl.tuple:
+    """Where cuts come to lie that are wanted at `place`, counting blocks and `room` for each sequence: the block, what
+    is before it, counting segments as SEGMENT blocks each, and whether (1, 0) it splits a sequence.
+
+    A cut no more than `near` blocks from a sequence's start or end moves there: that saves a segment.
+    """
+    sequence = _passed(table.ends, table.ranks, room, table.batch, place, 5, BATCH)
+    first = tl.load(table.ends + (sequence - 1) * 5, mask=sequence > 0, other=0)
+    rank = tl.load(table.ranks + (sequence - 1) * 5, mask=sequence > 0, other=0)
+    last = tl.load(table.ends + sequence * 5, mask=sequence < table.batch, other=0)
+    offset = place - first - room * (rank + 1)
+    split = (offset > near) & (sequence < table.batch)
+    passed = split & (last - first - offset <= near)
+    rank += passed.to(tl.int32)
+    torn = (split & (passed == 0)).to(tl.int32)
+    block = tl.where(passed, last, first) + offset * torn
+    return block, block + SEGMENT * (rank + torn), torn
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _passed(
+    numbers: tl.tensor,
+    ranks: tl.tensor,
+    room: tl.tensor,
+    count: tl.tensor,
+    place: tl.tensor,
+    FIELDS: tl.constexpr,
+    MOST: tl.constexpr,
+) -> tl.tensor:
+    """How many of `count` ascending sums, numbers + room · ranks, FIELDS apart each, are not above `place`. MOST: a
+    power of two not below count."""
+    passed = place * 0
+    for step in tl.static_range(_STEPS):
+        if MOST >> step >= 1:
+            tried = passed + (MOST >> step) - 1
+            known = tried < count
+            number = tl.load(numbers + tried * FIELDS, mask=known, other=_MOST)
+            rank = tl.load(ranks + tried * FIELDS, mask=known, other=0)
+            passed = tl.where(number + room * rank <= place, tried + 1, passed)
+    return passed
 
 
 def launch(
     kv_lens: torch.Tensor,
+    shares: torch.Tensor | None,
     window: int | None,
     query_len: int,
-    block_kv: int,
+    schedule: DecodeSchedule,
     programs: torch.Tensor,
     sequences: torch.Tensor,
+    merges: torch.Tensor,
 ) -> None:
-    """Fill `programs` and `sequences` (see `DecodeWork`) for sequences of kv_lens."""
+    """Fill `programs`, `sequences` and `merges` (see `DecodeWork`) for sequences of kv_lens; shares: tokens of each
+    that are not read with it, or None."""
     batch, count = len(sequences), len(programs)
     if batch == 0:
         programs.zero_()
+        merges.zero_()
         return
-    padded, most = power_of_two(batch), power_of_two(count)
     decode_plan_kernel[(1,)](
-        kv_lens, programs, sequences, batch, count, window or 0,
+        kv_lens, kv_lens if shares is None else shares, programs, sequences, merges, batch, count, window or 0,
         WINDOWED=window is not None,
+        SHARES=shares is not None,
         QUERY_LEN=query_len,
-        BLOCK_KV=block_kv,
-        BATCH=padded,
-        PROGRAMS=most,
-        CHUNK=min(most, max(_COMPARED // padded, 1)),
+        BLOCK_KV=schedule.block_kv,
+        SEGMENT=schedule.segment_blocks,
+        BATCH=power_of_two(batch),
+        PROGRAMS=power_of_two(count),
         num_warps=8,
     )  # fmt: skip

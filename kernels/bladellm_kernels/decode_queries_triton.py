@@ -20,12 +20,13 @@ class RowArguments(NamedTuple):
 
 
 class PlanArguments(NamedTuple):
-    """The sequences of a step: fields of each (`DecodeWork.sequences`), and where its KV is."""
+    """The sequences of a step: fields of each (`DecodeWork.sequences`), where its KV is, and `DecodeWork.shares`."""
 
     sequences: Any
     base_rows: Any
     slots: Any
     kv_lens: Any
+    shares: Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -44,6 +45,8 @@ def load_sequence(
     lowest = kv_len * 0
     if SHAPE.windowed:
         lowest = tl.maximum(kv_len - SHAPE.query_len + 1 - window, 0)
+    if SHAPE.reads == "own":
+        lowest = tl.load(plan.shares + sequence, mask=known, other=0).to(tl.int32)
     return first, last, Span(slot, base_row, lowest, kv_len, head)
 
 
@@ -59,7 +62,13 @@ def first_granule(kv: tl.tuple, span: tl.tuple, position: tl.tensor, SHAPE: tl.c
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_queries(
-    q: tl.tuple, sequence: tl.tensor, known: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
+    q: tl.tuple,
+    plan: tl.tuple,
+    sequence: tl.tensor,
+    known: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    SHAPE: tl.constexpr,
 ) -> tl.tuple:
     """The parts of a sequence's queries, [units_padded, rows] each; zero where it is not known that there are any."""
     PARTS: tl.constexpr = SHAPE.parts
@@ -67,6 +76,11 @@ def load_queries(
     token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
     place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
     inside = (unit < SHAPE.units)[:, None] & (row < SHAPE.rows_used)[None, :] & known
+    if SHAPE.reads == "shared":
+        used = (row < SHAPE.rows_used) & known
+        token = tl.load(plan.shares + sequence * SHAPE.query_len + row // SHAPE.group, mask=used, other=-1)
+        place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
+        inside &= (token >= 0)[None, :]
     parts: tl.tuple = ()
     for part in tl.static_range(PARTS):
         number = part_number(unit, part, PARTS, SHAPE.head_dim)

@@ -12,10 +12,6 @@ _RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3":
 """Exponent of a power of two not above half the range of codes: probabilities are raised by it before they are
 multiplied by scales, which are the largest value divided by that range, and rounded to float16."""
 
-_MERGED = 8192
-"""Numbers of partial outputs in registers at once."""
-_GRAIN = 64
-"""Bytes that one prefetch asks for: what an H200 moves to its L2 cache at a time."""
 _OFFSET = {"int8": 128.0, "int4": 8.0}
 """By how much codes are too high as `unit_numbers` counts them, from 0 on."""
 _SUBNORMAL = 2.0**-24
@@ -30,9 +26,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
-    row_bytes: of a head's keys, or values, at a position. ahead: blocks of the next sequence that may be brought into
-    the L2 cache before they are needed, in requests for `grain` bytes. merges: whether the last program of a sequence
-    merges its segments; else another kernel does.
+    reads: see `DecodeWork`.
     """
 
     kv_heads: int
@@ -56,33 +50,16 @@ class DecodeShape:
     one_granule: bool
     paged: bool
     windowed: bool
+    reads: str
     plain: bool
     block_kv: int
     warps: int
     tokens: int
-    row_bytes: int
-    ahead: int
-    grain: int
-    merges: int
 
     @property
-    def row_grains(self) -> int:
-        """Requests for row_bytes, rounded up to a power of two."""
-        return power_of_two(-(-self.row_bytes // self.grain))
-
-    @property
-    def merged_at_once(self) -> int:
-        """Segments."""
-        return max(1, _MERGED // (self.rows * self.columns))
-
-    @property
-    def columns(self) -> int:
-        """head_dim, padded to a power of two."""
-        return power_of_two(self.head_dim)
-
-    @property
-    def prefetches(self) -> bool:
-        return not (self.plain or self.paged)
+    def causal_len(self) -> int:
+        """Queries that see no more than those before them; what sequences share lies before all their queries."""
+        return 1 if self.reads == "shared" else self.query_len
 
     @property
     def code_step(self) -> float:
@@ -120,14 +97,11 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
         paged=kv.paged,
         windowed=work.window is not None,
+        reads=work.reads,
         plain=q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None,
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,
-        row_bytes=units * unit_bytes(kv),
-        ahead=work.schedule.stages - 1,
-        grain=_GRAIN,
-        merges=0,
     )
 
 

@@ -6,17 +6,15 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.kv_codes_triton import part_number
-from bladellm_kernels.merge_attention_triton import merged_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 class StateArguments(NamedTuple):
-    """Where segments leave their states: `partial`, `lse` and `arrived` of `DecodeWork`."""
+    """Where segments leave their states: `partial` and `lse` of `DecodeWork`."""
 
     partial: Any
     lse: Any
-    arrived: Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -84,73 +82,3 @@ def store_partial(
         target = states.partial + place.to(tl.int64)[None, :] * SHAPE.head_dim + number[:, None]
         tl.store(target, _sum_warps(state[0][part], SHAPE), mask=inside)
     tl.store(states.lse + place, state[1], mask=row < SHAPE.rows_used)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def merge_last(
-    plan: tl.tuple,
-    states: tl.tuple,
-    out: tl.tuple,
-    sequence: tl.tensor,
-    lane: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> None:
-    """Count a segment of a lane as done; where it is the sequence's last one, merge them all."""
-    first = tl.load(plan.sequences + sequence * 5 + 3)
-    count = tl.load(plan.sequences + sequence * 5 + 4)
-    arrived = states.arrived + sequence * (SHAPE.kv_heads * SHAPE.tiles) + lane
-    # All warps have stored before one thread says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1:
-        heads = SHAPE.kv_heads * SHAPE.group
-        place = row // SHAPE.group * heads + head * SHAPE.group + row % SHAPE.group
-        COLUMNS: tl.constexpr = SHAPE.columns
-        whole = merged_rows(
-            states.partial,
-            states.lse,
-            first,
-            count,
-            place,
-            row < SHAPE.rows_used,
-            SHAPE.query_len * heads,
-            SHAPE.head_dim,
-            SHAPE.rows,
-            COLUMNS,
-            SHAPE.merged_at_once,
-        )
-        _store_rows(whole, out, sequence, head, row, SHAPE)
-        # For the next launch.
-        tl.store(arrived, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def store_zeros(
-    plan: tl.tuple,
-    out: tl.tuple,
-    program: tl.tensor,
-    batch: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    SHAPE: tl.constexpr,
-) -> None:
-    """The outputs of sequences of length 0, some of them each program."""
-    COLUMNS: tl.constexpr = SHAPE.columns
-    sequence = program
-    while sequence < batch:
-        if tl.load(plan.kv_lens + sequence) == 0:
-            _store_rows(tl.full((SHAPE.rows, COLUMNS), 0.0, tl.float32), out, sequence, head, row, SHAPE)
-        sequence += tl.num_programs(0) // (SHAPE.kv_heads * SHAPE.tiles)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_rows(
-    rows: tl.tensor, out: tl.tuple, sequence: tl.tensor, head: tl.tensor, row: tl.tensor, SHAPE: tl.constexpr
-) -> None:
-    """Rows [rows, columns] of a sequence's output."""
-    column = tl.arange(0, rows.shape[1])
-    token = sequence.to(tl.int64) * SHAPE.query_len + row // SHAPE.group
-    place = out.rows + token * out.token_stride + (head * SHAPE.group + row % SHAPE.group) * out.head_stride
-    inside = (row < SHAPE.rows_used)[:, None] & (column < SHAPE.head_dim)[None, :]
-    tl.store(place[:, None] + column[None, :], rows.to(out.rows.dtype.element_ty), mask=inside)

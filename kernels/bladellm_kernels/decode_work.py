@@ -1,7 +1,9 @@
 """How the work of a decode step is split over a GPU: made once a step on the device, shared by all layers.
 
 The blocks of `block_kv` positions that a batch has to read are counted through, sequence after sequence, and cut into
-equal ranges, one a program, whatever the lengths are. The part of a sequence within one program is a *segment*. Where a
+ranges, one a program, whatever the lengths are. The part of a sequence within one program is a *segment*: it takes time
+to start and to end, and cuts that move to a border of sequences save one. Ranges are equal in blocks, or in blocks and
+segments, or somewhat longer where then fewer sequences are cut: as the slowest program takes least time. Where a
 sequence is a single segment its program writes the output; else the segments leave partial states (an output and the
 logarithm of the sum of exponentials) that are merged. Program c's segment of sequence b has the number c + b: unique,
 since both only grow, and consecutive for the segments of a sequence. The grid is fixed: a captured CUDA graph stays
@@ -26,12 +28,14 @@ PROGRAM_FIELDS = 3
 @dataclass(frozen=True, slots=True)
 class DecodeSchedule:
     """block_kv: positions a step of the loop, `warps` warps sharing them, at least 16 each. stages: of the software
-    pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once."""
+    pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once.
+    segment_blocks: blocks that a program could read in the time that starting and ending a segment takes it."""
 
     block_kv: int
     stages: int
     warps: int
     ctas_per_sm: int
+    segment_blocks: int = 2
 
     def __post_init__(self) -> None:
         tokens = self.block_kv // self.warps
@@ -46,7 +50,7 @@ def default_schedule(
     token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
     block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
     # Beside the tiles: queries, scales, what warps exchange at the end, and 1 KiB of every program that CUDA takes.
-    kept = 64 * power_of_two(head_dim) + 7 * 1024
+    kept = 8 * (rows if format.quantized else 8) * power_of_two(head_dim) + 7 * 1024
     plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
     warps = 4
     # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
@@ -81,19 +85,24 @@ class DecodeWork:
     programs: int32 [C, 3]: first block, end of the blocks, sequence of the first one, of each program of a KV head.
     sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
+    merges: int32 [1 + B]: how many sequences are not one segment, and these.
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
-    arrived: int32 [B · lanes], all 0: segments of a sequence that are done, counted within a kernel.
+    reads: "all"; "own": of each sequence what is behind its first shares[b] tokens, int64 [B], multiples of block_kv;
+    or "shared": the sequences are beginnings that others share, the query_len others of each in shares, int64
+    [B, query_len], -1 for none, and all segments leave partial states. See `cascade_decode_attention.py`.
     used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
     programs: torch.Tensor
     sequences: torch.Tensor
+    merges: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
-    arrived: torch.Tensor
     window: int | None
     query_len: int
     schedule: DecodeSchedule
+    reads: str = "all"
+    shares: torch.Tensor | None = None
     used: bool = False
 
 
@@ -130,8 +139,6 @@ class DecodeWorkspace:
         rows = max((self.programs(count) + max_batch) * count for count in range(1, max_query_len + 1)) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
-        lanes = max(kv_heads * self.tiles(count) for count in range(1, max_query_len + 1))
-        self.arrived = torch.zeros(max_batch * lanes, dtype=torch.int32, device=device)
 
     def rows(self, query_len: int) -> int:
         """Query rows of a KV head that one program takes."""
@@ -149,9 +156,17 @@ class DecodeWorkspace:
         """Tiles of `rows` query rows of a KV head."""
         return -(-query_len * (self.heads // self.kv_heads) // self.rows(query_len))
 
-    def plan(self, kv_lens: torch.Tensor, window: int | None = None, query_len: int = 1) -> DecodeWork:
+    def plan(
+        self,
+        kv_lens: torch.Tensor,
+        window: int | None = None,
+        query_len: int = 1,
+        reads: str = "all",
+        shares: torch.Tensor | None = None,
+    ) -> DecodeWork:
         """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
-        `ragged_decode_attention`. Queues one small kernel and never waits. Valid until the next step's plan."""
+        `ragged_decode_attention`; reads, shares: see `DecodeWork`. Queues one small kernel and never waits. Valid until
+        the next step's plan."""
         from bladellm_kernels.decode_plan_triton import launch
 
         batch = kv_lens.shape[0]
@@ -163,11 +178,13 @@ class DecodeWorkspace:
         count, schedule = self.programs(query_len), self.schedule(query_len)
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
-        launch(kv_lens, window, query_len, schedule.block_kv, programs, sequences)
+        merges = torch.empty(1 + batch, dtype=torch.int32, device=kv_lens.device)
+        skipped = shares if reads == "own" else None
+        launch(kv_lens, skipped, window, query_len, schedule, programs, sequences, merges)
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, partial, lse, self.arrived, window, query_len, schedule)
+        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule, reads, shares)
 
 
 def _processors(device: torch.device) -> int:

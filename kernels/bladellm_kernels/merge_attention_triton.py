@@ -7,14 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_work import power_of_two
+from bladellm_kernels.decode_work import DecodeWork, power_of_two
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every logarithm, and finite: -inf - LOWEST is no NaN."""
 _ROWS = 8
-_PROGRAMS = 256
 _TILE = 8192
 """Numbers of partial outputs in registers at once."""
 
@@ -77,79 +76,97 @@ def merge_parts_kernel(
         tl.store(out.lse + place, logs, mask=row < rows)
 
 
+class Segments(NamedTuple):
+    """Partial states: `partial`, `lse` and `sequences` of a `DecodeWork`."""
+
+    partial: Any
+    lse: Any
+    sequences: Any
+
+
+class Shares(NamedTuple):
+    """Of each sequence of a batch the tokens that it shares with others, and its place among those that share."""
+
+    tokens: Any
+    places: Any
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def merge_segments_kernel(
-    partial: tl.tensor,
-    lse: tl.tensor,
-    sequences: tl.tensor,
+    own: tl.tuple,
+    shared: tl.tuple,
+    shares: tl.tuple,
+    merges: tl.tensor,
     out: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
     QUERY_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (b, i) merges rows [i · ROWS, (i + 1) · ROWS) of sequence b, of QUERY_LEN · HEADS.
+    """Program (i, row) merges a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of `merges`.
 
-    It may start early only after a kernel that has waited for the plan before it let this one start.
+    MEMBERS: sequences that a shared beginning has room for, or 0: nothing is shared. The kernel may start early only
+    after a kernel that has waited for the plan before it let this one start.
     """
-    sequence = tl.program_id(0)
-    first = tl.load(sequences + sequence * 5 + 3)
-    count = tl.load(sequences + sequence * 5 + 4)
+    number = tl.load(merges)
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
-    if count != 1:
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, COLUMNS)
-        inside = row < QUERY_LEN * HEADS
-        whole = merged_rows(
-            partial, lse, first, count, row, inside, QUERY_LEN * HEADS, HEAD_DIM, ROWS, COLUMNS, SEGMENTS
-        )
+    row = tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    for index in range(tl.program_id(0), number, tl.num_programs(0)):
+        sequence = tl.load(merges + 1 + index)
+        state = (LOWEST + row * 0.0, row * 0.0, tl.full((COLUMNS,), 0.0, tl.float32))
+        state = _add_segments(state, own, sequence, row, True, QUERY_LEN * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+        if MEMBERS > 0:
+            place = tl.load(shares.places + sequence).to(tl.int32)
+            known = tl.load(shares.tokens + sequence) > 0
+            there = place % MEMBERS * HEADS + row
+            state = _add_segments(
+                state, shared, place // MEMBERS, there, known, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS
+            )
+        whole = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])
         token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
         place = out + token * token_stride + row % HEADS * head_stride
-        mask = inside[:, None] & (column < HEAD_DIM)[None, :]
-        tl.store(place[:, None] + column[None, :], whole.to(out.dtype.element_ty), mask=mask)
+        tl.store(place + column, whole.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def merged_rows(
-    partial: tl.tensor,
-    lse: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
+def _add_segments(
+    state: tl.tuple,
+    segments: tl.tuple,
+    sequence: tl.tensor,
     row: tl.tensor,
-    inside: tl.tensor,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    known: tl.tensor,
     ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-) -> tl.tensor:
-    """Rows [ROWS] of WIDTH, where inside, of segments [first, first + count), merged: [ROWS, COLUMNS]; 0 for none."""
+) -> tl.tuple:
+    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of a sequence's segments added."""
+    maximum, total, whole = state
+    first = tl.load(segments.sequences + sequence * 5 + 3, mask=known, other=0)
+    count = tl.load(segments.sequences + sequence * 5 + 4, mask=known, other=0)
     column = tl.arange(0, COLUMNS)
-    maximum = tl.full((ROWS,), LOWEST, tl.float32)
-    total = tl.full((ROWS,), 0.0, tl.float32)
-    whole = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for start in range(0, count, SEGMENTS):
         segment = start + tl.arange(0, SEGMENTS)
-        place = (first + segment).to(tl.int64)[:, None] * WIDTH + row[None, :]
-        there = (segment < count)[:, None] & inside[None, :]
+        place = (first + segment).to(tl.int64) * ROWS + row
         # Past the L1 cache, which may hold what was here before.
-        logs = tl.load(lse + place, mask=there, other=float("-inf"), cache_modifier=".cg") * LOG2E
-        places = partial + place[:, :, None] * HEAD_DIM + column[None, None, :]
-        mask = there[:, :, None] & (column < HEAD_DIM)[None, None, :]
+        logs = tl.load(segments.lse + place, mask=segment < count, other=float("-inf"), cache_modifier=".cg") * LOG2E
+        places = segments.partial + place[:, None] * HEAD_DIM + column[None, :]
+        mask = (segment < count)[:, None] & (column < HEAD_DIM)[None, :]
         outputs = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
         highest = tl.maximum(maximum, tl.max(logs, 0))
-        weights = tl.exp2(logs - highest[None, :])
+        weights = tl.exp2(logs - highest)
         decay = tl.exp2(maximum - highest)
-        whole = whole * decay[:, None] + tl.sum(outputs * weights[:, :, None], 0)
+        whole = whole * decay + tl.sum(outputs * weights[:, None], 0)
         total = total * decay + tl.sum(weights, 0)
         maximum = highest
-    return whole / tl.where(total == 0.0, 1.0, total)[:, None]
+    return maximum, total, whole
 
 
 def merge_parts(
@@ -178,20 +195,28 @@ def _part(output: torch.Tensor, lse: torch.Tensor) -> Part:
     return Part(output, output.stride(0), output.stride(1), lse, lse.stride(0), lse.stride(1))
 
 
-def merge_segments(partial: torch.Tensor, lse: torch.Tensor, sequences: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the rows of sequences that are several segments, or none; see `DecodeWork` for the arguments."""
+def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | None = None, places: Any = None) -> None:
+    """Write the rows of sequences that are several segments, or none.
+
+    shared: what is read once for several sequences; places: int64 [B], of each sequence among the members of those.
+    """
     heads, head_dim = out.shape[1:]
-    rows = partial.shape[1]
-    columns = power_of_two(head_dim)
-    # Few sequences are many segments each: a row a program. Of many sequences few are split: few programs to start.
-    tile = min(_ROWS, power_of_two(triton.cdiv(len(sequences) * rows, _PROGRAMS)))
-    merge_segments_kernel[(len(sequences), triton.cdiv(rows, tile))](
-        partial, lse, sequences, out, out.stride(0), out.stride(1),
+    rows, columns = work.partial.shape[1], power_of_two(head_dim)
+    batch, programs = len(work.sequences), len(work.programs)
+    # Few sequences are many segments each; of many, few are split, into few. Cuts bound how many are.
+    segments = min(max(power_of_two(triton.cdiv(programs, batch) + 1), 8), _TILE // columns)
+    own = Segments(work.partial, work.lse, work.sequences)
+    merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows)](
+        own,
+        own if shared is None else Segments(shared.partial, shared.lse, shared.sequences),
+        Shares(work.merges, work.merges) if shared is None else Shares(work.shares, places),
+        work.merges, out, out.stride(0), out.stride(1),
         QUERY_LEN=rows // heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        ROWS=tile,
         COLUMNS=columns,
-        SEGMENTS=max(1, _TILE // (tile * columns)),
+        SEGMENTS=segments,
+        MEMBERS=0 if shared is None else shared.query_len,
+        num_warps=min(max(segments // 8, 1), 4),
         **early_launch(out.device),
     )  # fmt: skip

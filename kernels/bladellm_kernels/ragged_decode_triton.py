@@ -17,7 +17,6 @@ from bladellm_kernels.decode_kv_triton import (
     load_scales,
     load_units,
 )
-from bladellm_kernels.decode_prefetch_triton import prefetch_block
 from bladellm_kernels.decode_queries_triton import (
     PlanArguments,
     RowArguments,
@@ -30,10 +29,8 @@ from bladellm_kernels.decode_shape import decode_shape, unit_strides
 from bladellm_kernels.decode_states_triton import (
     StateArguments,
     join_warps,
-    merge_last,
     store_output,
     store_partial,
-    store_zeros,
 )
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
@@ -50,8 +47,8 @@ _REGISTERS = 65536
 
 
 @triton.jit(
-    do_not_specialize=["batch", "window"],
-    do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "programs", "sequences"],
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["base_rows", "slots", "kv_lens", "shares", "programs", "sequences"],
 )  # type: ignore[untyped-decorator]
 def ragged_decode_kernel(
     q: tl.tuple,
@@ -59,11 +56,11 @@ def ragged_decode_kernel(
     base_rows: tl.tensor,
     slots: tl.tensor,
     kv_lens: tl.tensor,
+    shares: tl.tensor,
     programs: tl.tensor,
     sequences: tl.tensor,
     out: tl.tuple,
     states: tl.tuple,
-    batch: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     SHAPE: tl.constexpr,
@@ -72,50 +69,40 @@ def ragged_decode_kernel(
 ) -> None:
     """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head.
 
-    What a segment needs is asked for during the one before: its fields and queries before the loop over the blocks,
-    its first blocks, into the L2 cache, beside the last ones of that loop. SETTLED: the plan can be read before the
-    kernels before this one have ended.
+    The fields and queries of a segment are asked for before the loop over the blocks of the one before it. SETTLED:
+    the plan can be read before the kernels before this one have ended.
     """
     lane = tl.program_id(0) % (SHAPE.kv_heads * SHAPE.tiles)
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
     head = lane // SHAPE.tiles
     row = (lane % SHAPE.tiles) * SHAPE.rows + tl.arange(0, SHAPE.rows)
-    plan = PlanArguments(sequences, base_rows, slots, kv_lens)
+    plan = PlanArguments(sequences, base_rows, slots, kv_lens, shares)
     if not SETTLED:
         wait_for_inputs(EARLY)
     block = tl.load(programs + program * 3)
     end = tl.load(programs + program * 3 + 1)
     sequence = tl.load(programs + program * 3 + 2)
     first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
-    AHEAD: tl.constexpr = SHAPE.ahead if SHAPE.prefetches else 0
-    for ahead in tl.static_range(AHEAD):
-        skipped = span.lowest // SHAPE.block_kv - first
-        prefetch_block(kv, span, block + skipped + ahead, end + skipped, SHAPE)
     if SETTLED:
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
-    numbers = load_queries(q, sequence, block < end, head, row, SHAPE)
+    numbers = load_queries(q, plan, sequence, block < end, head, row, SHAPE)
     granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
-    if SHAPE.merges:
-        store_zeros(plan, out, program, batch, head, row, SHAPE)
     while block < end:
         more = last < end
         next_first, next_last, next_span = load_sequence(plan, sequence + 1, more, head, window, SHAPE)
-        next_numbers = load_queries(q, sequence + 1, more, head, row, SHAPE)
+        next_numbers = load_queries(q, plan, sequence + 1, more, head, row, SHAPE)
         stop = tl.minimum(last, end)
         if stop > block:
             queries = turn_queries(numbers, scale, SHAPE)
             skipped = span.lowest // SHAPE.block_kv - first
-            coming = (next_span, end - next_first + next_span.lowest // SHAPE.block_kv)
             state, next_granule = _attend(
-                queries, kv, span, coming, granule, row, block + skipped, stop + skipped, window, SHAPE
+                queries, kv, span, next_span, granule, row, block + skipped, stop + skipped, window, SHAPE
             )
-            if (block == first) & (stop == last):
+            if (block == first) & (stop == last) & _is_whole(span, SHAPE):
                 store_output(state, out, sequence, head, row, SHAPE)
             else:
                 store_partial(state, states, program + sequence, head, row, SHAPE)
-                if SHAPE.merges:
-                    merge_last(plan, states, out, sequence, lane, head, row, SHAPE)
             block = stop
         else:
             next_granule = first_granule(kv, next_span, next_span.lowest, SHAPE)
@@ -125,6 +112,17 @@ def ragged_decode_kernel(
         span = next_span
         numbers = next_numbers
         granule = next_granule
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_whole(span: tl.tuple, SHAPE: tl.constexpr) -> tl.tensor:
+    """Whether the blocks of a span are all that its queries see."""
+    whole = span.kv_len >= 0
+    if SHAPE.reads == "own":
+        whole = span.lowest == 0
+    elif SHAPE.reads == "shared":
+        whole = span.kv_len < 0
+    return whole
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -143,8 +141,8 @@ def _attend(
     """Blocks [first, stop) of a sequence: normalised outputs by part and warp, [warps, units_padded, rows] each, to be
     added up, and the logarithm of the sum of exponentials [rows].
 
-    coming: the span that is next, prefetched up to a block of it. granule: of the first block; that of the first block
-    of `coming` is returned too, asked for before the warps wait for one another.
+    granule: of the first block; that of the first block of the next span, `coming`, is returned too, asked for before
+    the warps wait for one another.
     """
     PARTS: tl.constexpr = SHAPE.parts
     maximum = tl.full((SHAPE.warps, SHAPE.rows), LOWEST, tl.float32)
@@ -178,11 +176,7 @@ def _attend(
             p = p * value_scale[:, :, None]
         outputs, excess = _add_values(outputs, excess, decay, values, p.to(queries[0][0].dtype), SHAPE)
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
-        # Where the pipeline has nothing more to ask for.
-        if SHAPE.prefetches and block + SHAPE.ahead >= stop:
-            past = coming[0].lowest // SHAPE.block_kv + block + SHAPE.ahead - stop
-            prefetch_block(kv, coming[0], past, coming[1], SHAPE)
-    next_granule = first_granule(kv, coming[0], coming[0].lowest, SHAPE)
+    next_granule = first_granule(kv, coming, coming.lowest, SHAPE)
     total, shift = tl.sum(total, 1), tl.sum(shift, 1)
     if SHAPE.integer:
         outputs = separate_values(outputs, SHAPE.code_step)
@@ -242,9 +236,13 @@ def _hide(
 ) -> tl.tuple:
     """Scores -inf where a row does not see a position, scale and zero 0 outside the span, in blocks that have such
     positions."""
-    if (position + SHAPE.block_kv > span.kv_len - SHAPE.query_len + 1) | (position < span.lowest + SHAPE.query_len - 1):
+    if (position + SHAPE.block_kv > span.kv_len - SHAPE.causal_len + 1) | (
+        position < span.lowest + SHAPE.causal_len - 1
+    ):
         token = position + block_tokens(SHAPE)
-        newest = span.kv_len - SHAPE.query_len + row // SHAPE.group
+        newest = span.kv_len - SHAPE.causal_len + row * 0
+        if SHAPE.causal_len > 1:
+            newest += row // SHAPE.group
         visible = token[:, :, None] <= newest[None, None, :]
         if SHAPE.windowed:
             visible &= token[:, :, None] > (newest - window)[None, None, :]
@@ -286,6 +284,21 @@ def launch(
     out: torch.Tensor,
 ) -> None:
     """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
+    launch_segments(q, kv, base_rows, slots, kv_lens, scale, work, out)
+    merge_segments(work, out)
+
+
+def launch_segments(
+    q: torch.Tensor,
+    kv: KvLayer,
+    base_rows: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    work: DecodeWork,
+    out: torch.Tensor,
+) -> None:
+    """The outputs of sequences that are one segment, and the states of the others' segments."""
     shape = decode_shape(q, kv, work)
     schedule = work.schedule
     # What gathers granules waits for the table first: the pipeline halves its depth.
@@ -294,10 +307,10 @@ def launch(
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
         _kv_arguments(kv, shape.step, schedule.block_kv),
-        base_rows, slots, kv_lens, work.programs, work.sequences,
+        base_rows, slots, kv_lens, kv_lens if work.shares is None else work.shares, work.programs, work.sequences,
         RowArguments(out, out.stride(0), out.stride(1)),
-        StateArguments(work.partial, work.lse, work.arrived),
-        len(kv_lens), scale, work.window or 0,
+        StateArguments(work.partial, work.lse),
+        scale, work.window or 0,
         SHAPE=shape,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
@@ -307,8 +320,6 @@ def launch(
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.
     work.used = True
-    if not shape.merges:
-        merge_segments(work.partial, work.lse, work.sequences, out)
 
 
 def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
