@@ -124,20 +124,23 @@ def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
     "options",
     [
         {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
-        {"attn_cls": "paged", "kv_cache_quant": "int8", "prefill_chunk_tokens": 7},
+        {"attn_cls": "paged", "prefill_chunk_tokens": 7},
         pytest.param({"kv_arena": "relocating", "disable_overlap": True}, marks=pytest.mark.slow),
     ],
 )
 def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
-    """Arrivals, aborts, preemption, prefix hits, all kinds of sampling, poison before every replay."""
+    """Arrivals, aborts, preemption, prefix hits, all kinds of sampling, poison before every replay.
+
+    Not with quantized KV: what gave way is computed again in other batches, and a rounding there may flip a code.
+    """
     rng = random.Random()
     shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
-    gib = 190 * token_bytes(demo_model) * (0.3 if "kv_cache_quant" in options else 1) / GIB
+    gib = 170 * token_bytes(demo_model) / GIB
     requests, found = None, []
     for way in ({**SIZES, "kv_cache_gib": gib}, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
         engine = build_engine(EngineArgs(model=str(demo_model), **(shape | options | way)), capture)
-        requests = requests or random_requests(rng, 25, engine.ready.vocab_size)
+        requests = requests or random_requests(rng, 30, engine.ready.vocab_size)
         if way.get("disable_cuda_graph"):
             assert engine.core._runner._mixed is None
         else:

@@ -144,21 +144,21 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
     ("options", "all_kinds"),
     [
         ({"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, True),
-        ({"attn_cls": "paged", "kv_cache_quant": "int8"}, False),
+        ({"attn_cls": "paged"}, False),
         pytest.param({"kv_arena": "relocating", "disable_overlap": True}, False, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_quant": "fp8_e4m3", "prefill_chunk_tokens": 7}, True, marks=pytest.mark.slow),
+        pytest.param({"prefill_chunk_tokens": 7}, True, marks=pytest.mark.slow),
     ],
 )
 def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch, options, all_kinds):
     """Arrivals, aborts, preemption, prefix hits; what padding could leave behind is poisoned before every replay.
 
+    Not with quantized KV: what gave way is computed again in other batches, and a rounding there may flip a code.
     all_kinds: captured steps sample as on a GPU, by what a kernel would read of the slots' state.
     """
     rng = random.Random()
     sizes = {"cuda_graph_batch_sizes": [2, 3, 6], "cuda_graph_prefill_tokens": [0]}
     shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
-    factor = 0.3 if "kv_cache_quant" in options else 1
-    gib = 190 * token_bytes(demo_model) * factor / GIB
+    gib = 170 * token_bytes(demo_model) / GIB
     requests, found, preemptions = None, [], 0
     for way in (sizes, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
