@@ -1,7 +1,7 @@
 """Time `linear` beside cuBLAS on one GPU: every shape, number of rows and schedule, and all linear layers of a step.
 
-    python kernels/benchmarks/linear.py [--model llama-8b] [--rows 1 8 64] [--step-only --table TABLE]
-                                        [--json FILE] [--save-table FILE]
+    python kernels/benchmarks/linear.py [--model llama-8b] [--rows 1 8 64] [--kinds hopper --own]
+                                        [--step-only --table TABLE] [--json FILE] [--save-table FILE]
 
 A time of a shape is that of a graph which goes through copies of the weight, more than the L2 cache holds. The step is
 one graph of all layers, each with weights of its own and reading what the layer before wrote. `of ceiling` is the share
@@ -12,7 +12,7 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 from bladellm_kernels.linear_launch import LinearCall, launch
-from bladellm_kernels.linear_schedules import Entry, Schedule, ScheduleTable, load_table, save_table
+from bladellm_kernels.linear_schedules import KINDS, Entry, Schedule, ScheduleTable, load_table, save_table
 from bladellm_kernels.silu_mul import silu_mul
 from gpu_timing import GpuTimer, machine
 from linear_candidates import candidates
@@ -36,6 +36,14 @@ CEILINGS = ((16 << 20, 2.857), (64 << 20, 3.956), (256 << 20, 4.461), (1 << 30, 
 """Bytes, TB/s that one launch reads on an H200 (results/ceilings_h200.md)."""
 RTOL, ATOL = 2**-7, 4e-3
 HEADER = "| layer | N × K | M | schedule | µs | cuBLAS µs | times | TB/s | of ceiling |\n" + "| --- " * 9 + "|"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """kinds: of schedules to time; own: the table has the best of them even where cuBLAS is faster alone."""
+
+    kinds: Sequence[str] = tuple(KINDS)
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,11 @@ def random_call(shape: Shape, rows: int) -> LinearCall:
     return call_of(shape, x, weight, bias, out)
 
 
-def compile_all(shape: Shape, rows: int) -> dict[str, str]:
+def compile_all(shape: Shape, rows: int, kinds: Sequence[str] = tuple(KINDS)) -> dict[str, str]:
     """In a process of its own: run every candidate once, which leaves it in Triton's cache. Returns what failed."""
     failures = {}
     call = random_call(shape, rows)
-    for schedule in candidates(rows, shape.gated):
+    for schedule in candidates(rows, shape.gated, kinds):
         try:
             launch(call, schedule)
             torch.cuda.synchronize()
@@ -114,7 +122,7 @@ def wrong(call: LinearCall, schedule: Schedule, expected: Tensor) -> str | None:
     return None
 
 
-def measure(shape: Shape, rows: int, pool: Tensor, timer: GpuTimer, failures: dict[str, str]) -> Result:
+def measure(shape: Shape, rows: int, pool: Tensor, timer: GpuTimer, failures: dict[str, str], choice: Choice) -> Result:
     """Check and time every candidate and cuBLAS."""
     call = random_call(shape, rows)
     count = max(1, len(pool) // (shape.rows * shape.inputs))
@@ -123,7 +131,7 @@ def measure(shape: Shape, rows: int, pool: Tensor, timer: GpuTimer, failures: di
     expected = reference(call.x, call.weight)
     times = {}
     chosen: dict[str, Schedule | None] = {"cuBLAS": None}
-    for schedule in candidates(rows, shape.gated):
+    for schedule in candidates(rows, shape.gated, choice.kinds):
         if str(schedule) in failures:
             continue
         problem = wrong(call, schedule, expected)
@@ -136,7 +144,7 @@ def measure(shape: Shape, rows: int, pool: Tensor, timer: GpuTimer, failures: di
     plain = [partial(by_cublas, shape, call.x, weight, call.bias) for weight in weights]
     cublas = timer.replayed(plain) / count * 1e6
     best = min(times, key=lambda each: times[each], default="cuBLAS")
-    entry = Entry(rows, chosen[best] if times.get(best, cublas) < cublas else None)
+    entry = Entry(rows, chosen[best] if choice.own or times.get(best, cublas) < cublas else None)
     return Result(shape, rows, cublas, times.get(best), best, entry, times, failures)
 
 
@@ -146,17 +154,17 @@ def by_cublas(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 def measure_all(
-    shapes: list[Shape], rows: list[int], timer: GpuTimer, compilers: ProcessPoolExecutor
+    shapes: list[Shape], rows: list[int], choice: Choice, timer: GpuTimer, compilers: ProcessPoolExecutor
 ) -> Iterator[Result]:
     """Compile in parallel, then time one after another."""
     cases = [(shape, each) for shape in shapes for each in rows]
     start = time.perf_counter()
-    failures = list(compilers.map(compile_all, *zip(*cases, strict=True)))
+    failures = list(compilers.map(partial(compile_all, kinds=choice.kinds), *zip(*cases, strict=True)))
     print(f"Compiled in {time.perf_counter() - start:.0f} s.\n\n{HEADER}", flush=True)
     size = max(POOL_BYTES, *(shape.bytes for shape in shapes))
     memory = torch.randn(size // 2, device="cuda", dtype=torch.bfloat16).mul_(2**-6)
     for (shape, each), failed in zip(cases, failures, strict=True):
-        yield measure(shape, each, memory, timer, failed)
+        yield measure(shape, each, memory, timer, failed, choice)
 
 
 def table_of(results: list[Result]) -> ScheduleTable:
@@ -176,7 +184,7 @@ def main() -> None:
     steps: list[dict[str, object]] = []
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as compilers:
         if not args.step_only:
-            for result in measure_all(model.shapes, args.rows, timer, compilers):
+            for result in measure_all(model.shapes, args.rows, Choice(args.kinds, args.own), timer, compilers):
                 print(result.row, flush=True)
                 for name, reason in result.failures.items():
                     print(f"  {result.shape.name}, M={result.rows}: {name}: {reason}", flush=True)
@@ -210,6 +218,8 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b", choices=list(models()))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="M, rows of x, ascending")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of schedules to time")
+    parser.add_argument("--own", action="store_true", help="no cuBLAS in the table: beside it no layer starts early")
     parser.add_argument("--repeats", type=int, default=10, help="the median of so many replays counts")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--table", type=Path, help="schedules of the step, instead of the best ones of this run")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from bladellm_kernels import linear_launch
 from bladellm_kernels.linear import linear, linear_silu_mul, use_table
-from bladellm_kernels.linear_schedules import Entry, ScheduleTable
+from bladellm_kernels.linear_schedules import Entry, HopperSchedule, Schedule, ScheduleTable
 from bladellm_kernels.silu_mul import silu_mul
 from gpu_timing import GpuTimer
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 Layer = dict[str, Tensor]
 PREFETCHES = (0, 8192, 32768, 65536)
 """Bytes a program prefetches, tried for all layers of the step alike."""
+
+LATES = ((6, 0), (12, 0), (12, 32768), (12, 65536))
+"""Tiles to go when the next kernel may start, and bytes as above, likewise; of Hopper schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,18 @@ class Way:
 
 def ways(model: Step, table: ScheduleTable) -> dict[str, Way]:
     """By name: linear layers alone, then with what stands between them."""
-    prefetches = {f"prefetch {size // 1024}K": Way(prefetching(table, model, size), plain) for size in PREFETCHES}
+    chosen = [entry.schedule for entries in table.entries.values() for entry in entries if entry.schedule is not None]
+    hopper = [isinstance(schedule, HopperSchedule) for schedule in chosen]
+    variants: dict[str, dict[str, int]] = {}
+    if not all(hopper) or not chosen:
+        variants |= {f"prefetch {size // 1024}K": {"prefetch": size} for size in PREFETCHES}
+    if any(hopper):
+        variants |= {f"late {late}, {size // 1024}K": {"late": late, "prefetch": size} for late, size in LATES}
     return {
         "cuBLAS": Way(table, plain_by_cublas),
         "linear": Way(table, plain),
         "not early": Way(table, plain, early=False),
-        **prefetches,
+        **{name: Way(changed(table, model, **fields), plain) for name, fields in variants.items()},
         "cuBLAS, silu · mul, adds": Way(table, whole),
         "fused": Way(table, fused),
     }
@@ -191,14 +200,20 @@ def check(model: Step, x: Tensor, layers: list[Layer], head: Tensor, table: Sche
         raise RuntimeError(f"M={len(x)}: error {error:.4f}, torch's {usual:.4f}, same bits {same}")
 
 
-def prefetching(table: ScheduleTable, model: Step, size: int) -> ScheduleTable:
-    """The schedules of the model's shapes for every number of rows, all with this `prefetch`."""
+def changed(table: ScheduleTable, model: Step, **fields: int) -> ScheduleTable:
+    """The schedules of the model's shapes for every number of rows, with other values of the fields they have."""
     entries = {}
     for shape in model.shapes:
         key = (shape.outputs, shape.inputs, shape.gated)
         found = [(rows, table.choose(rows, *key)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-        entries[key] = [Entry(rows, each if each is None else replace(each, prefetch=size)) for rows, each in found]
+        entries[key] = [Entry(rows, _changed(each, fields)) for rows, each in found]
     return ScheduleTable(entries)
+
+
+def _changed(schedule: Schedule | None, fields: dict[str, int]) -> Schedule | None:
+    if schedule is None:
+        return None
+    return replace(schedule, **{name: value for name, value in fields.items() if hasattr(schedule, name)})
 
 
 def _input(model: Step, rows: int) -> Tensor:

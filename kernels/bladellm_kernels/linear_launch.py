@@ -8,7 +8,9 @@ import triton
 
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.linear_gemv_triton import gemv_kernel
-from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, Schedule, power_of_two
+from bladellm_kernels.linear_hopper import described, hopper_linear_kernel, takes
+from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, HopperSchedule, Schedule, power_of_two
+from bladellm_kernels.linear_sums_hopper import Tile
 from bladellm_kernels.linear_triton import linear_kernel
 
 
@@ -60,13 +62,20 @@ def launch(call: LinearCall, schedule: Schedule) -> None:
     """Run one kernel on the current stream of a CUDA device.
 
     Calls on one stream share memory, so a graph must not be replayed beside another one captured on the same stream.
-    Raises RuntimeError where that memory would have to be allocated while a graph is captured: call it once before.
+    Raises RuntimeError where that memory would have to be allocated while a graph is captured: call it once before;
+    ValueError where x has more rows than the schedule, or its kernel cannot read x or the weight.
     """
     if isinstance(schedule, GemvSchedule):
         launch_gemv(call, schedule)
         return
     programs = multiprocessors(call.x.device) * schedule.programs or triton.cdiv(call.outputs, schedule.block_n)
-    launch_dot(call, schedule, programs, _workspace(call.x.device, *workspace_sizes(call, schedule, programs)))
+    workspace = _workspace(call.x.device, *workspace_sizes(call, schedule, programs))
+    if isinstance(schedule, DotSchedule):
+        launch_dot(call, schedule, programs, workspace)
+    elif takes(call.x, call.weight):
+        launch_hopper(call, schedule, programs, workspace)
+    else:
+        raise ValueError("x and weight must be of half precision on a Hopper, rows of both at whole 16 bytes")
 
 
 def launch_gemv(call: LinearCall, schedule: GemvSchedule) -> None:
@@ -110,7 +119,30 @@ def launch_dot(call: LinearCall, schedule: DotSchedule, programs: int, workspace
     )  # fmt: skip
 
 
-def workspace_sizes(call: LinearCall, schedule: DotSchedule, programs: int) -> tuple[int, int]:
+def launch_hopper(call: LinearCall, schedule: HopperSchedule, programs: int, workspace: LinearWorkspace) -> None:
+    """Rows up to the schedule's block_m. ValueError where they are more."""
+    if len(call.x) > schedule.block_m:
+        raise ValueError(f"x has {len(call.x)} rows, the schedule holds {schedule.block_m}")
+    columns = schedule.prefetch // (call.parts * schedule.block_n * call.weight.element_size())
+    tile = Tile(
+        schedule.block_m, schedule.block_n, schedule.block_k, schedule.stages, schedule.warps, call.parts,
+        schedule.late, columns,
+    )  # fmt: skip
+    length = triton.cdiv(call.inputs, tile.inputs)
+    total = triton.cdiv(call.outputs, tile.outputs) * length
+    programs = min(programs, total)
+    hopper_linear_kernel[(programs,)](
+        described(call.x, tile.rows, tile.inputs), described(call.weight, tile.outputs, tile.inputs),
+        call.weight, call.weight.stride(0), call.bias, call.residual, call.out, workspace.partial, workspace.counters,
+        len(call.x), call.outputs, call.inputs, *call.strides[2:],
+        TILE=tile,
+        SEGMENTS=most_segments(length, total, programs),
+        num_warps=schedule.warps,
+        **early_launch(call.x.device),
+    )  # fmt: skip
+
+
+def workspace_sizes(call: LinearCall, schedule: DotSchedule | HopperSchedule, programs: int) -> tuple[int, int]:
     """Numbers of partial sums and of counters: two slots a program, and a counter a block of outputs."""
     if schedule.programs == 0:
         return 0, 0

@@ -44,8 +44,27 @@ class DotSchedule:
     prefetch: int = 0
 
 
-Schedule = GemvSchedule | DotSchedule
-_KINDS: dict[str, type[GemvSchedule] | type[DotSchedule]] = {"gemv": GemvSchedule, "dot": DotSchedule}
+@dataclass(frozen=True, slots=True)
+class HopperSchedule:
+    """Tensor cores of a Hopper, tiles by its copy engine; programs, block_m, block_n and block_k as above.
+
+    block_n: a multiple of 64, of each half where there is a gate. stages: tiles in the ring, all of them on their way
+    before the inputs are ready; where they take less than half of the shared memory the next layer's are, too. late:
+    with how many tiles to go a program lets the next kernel start, 0 for at once. prefetch: as above, behind the ring.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    programs: int = 1
+    stages: int = 6
+    warps: int = 4
+    late: int = 0
+    prefetch: int = 0
+
+
+Schedule = GemvSchedule | DotSchedule | HopperSchedule
+KINDS: dict[str, type[Schedule]] = {"gemv": GemvSchedule, "dot": DotSchedule, "hopper": HopperSchedule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +136,7 @@ def load_table(path: Path) -> ScheduleTable:
 
 
 def _entry_fields(entry: Entry) -> dict[str, object]:
-    kind = next((name for name, kind in _KINDS.items() if isinstance(entry.schedule, kind)), "cublas")
+    kind = next((name for name, kind in KINDS.items() if isinstance(entry.schedule, kind)), "cublas")
     return {"rows": entry.rows, "kind": kind} | ({} if entry.schedule is None else asdict(entry.schedule))
 
 
@@ -126,4 +145,4 @@ def _entry(fields: dict[str, object]) -> Entry:
     rows, kind = values.pop("rows"), values.pop("kind")
     if not isinstance(rows, int):
         raise TypeError(f"rows must be a whole number, got {rows!r}")
-    return Entry(rows, None if kind == "cublas" else _KINDS[str(kind)](**values))  # type: ignore[arg-type]
+    return Entry(rows, None if kind == "cublas" else KINDS[str(kind)](**values))  # type: ignore[arg-type]

@@ -55,8 +55,7 @@ def linear_kernel(
     row = tl.arange(0, BLOCK_M)
     length = tl.cdiv(inputs, BLOCK_K)
     total = tl.cdiv(outputs, BLOCK_N) * length
-    tile = _first_tile(tl.program_id(0), total)
-    end = _first_tile(tl.program_id(0) + 1, total)
+    tile, end = _first_tile(tl.program_id(0), total), _first_tile(tl.program_id(0) + 1, total)
     if EARLY and PREFETCH > 0:
         prefetch_weight(weight, weight_stride, outputs, inputs, tile, end, BLOCK_N, BLOCK_K, PREFETCH, PARTS)
     wait_for_inputs(EARLY)
@@ -64,9 +63,7 @@ def linear_kernel(
         block = tile // length
         first = tile - block * length
         stop = tl.minimum(length, first + end - tile)
-        sums: tl.tuple = ()
-        for _part in tl.static_range(PARTS):
-            sums += (tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32),)
+        sums = _zeros(BLOCK_M, BLOCK_N, PARTS)
         for step in tl.range(first, stop, num_stages=STAGES):
             column = step * BLOCK_K + tl.arange(0, BLOCK_K)
             inside = (row < rows)[:, None] if EVEN else (row < rows)[:, None] & (column < inputs)[None, :]
@@ -86,6 +83,14 @@ def linear_kernel(
                 residual_stride, out_stride,
             )  # fmt: skip
         tile += stop - first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr) -> tl.tuple:
+    sums: tl.tuple = ()
+    for _part in tl.static_range(PARTS):
+        sums += (tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32),)
+    return sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]

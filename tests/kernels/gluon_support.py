@@ -14,6 +14,8 @@ import torch
 from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from tests.kernels.gluon_copy_engine import CopyEngine
+
 
 @dataclass
 class Pointer:
@@ -28,6 +30,10 @@ class Pointer:
 
     def __add__(self, other) -> "Pointer":
         return Pointer(self.data, self.offset + other)
+
+    def to(self, dtype) -> torch.Tensor:
+        """As numbers: elements from the first one on."""
+        return torch.as_tensor(self.offset, dtype=dtype)
 
     def flat(self) -> torch.Tensor:
         size = self.data.untyped_storage().nbytes() // self.data.element_size() - self.data.storage_offset()
@@ -91,8 +97,13 @@ class Later:
 class Machine:
     """The names that a kernel uses, for one program; copies late and products early, or the other way round."""
 
-    def __init__(self, program: int | tuple[int, ...], late_copies: bool) -> None:
+    def __init__(
+        self, program: int | tuple[int, ...], programs: int, late_copies: bool, on_wait: Callable[[], None]
+    ) -> None:
         self.program = program if isinstance(program, tuple) else (program,)
+        self.programs, self.on_wait, self.waited = programs, on_wait, False
+        self.engine = CopyEngine(late_copies)
+        self.assembled: list[list] = []
         self.copies, self.products = Later(late_copies), Later(not late_copies)
         self.group: list[Callable[[], None]] = []
         self.late_copies = late_copies
@@ -126,16 +137,34 @@ class Machine:
         self.products.wait(num_outstanding)
         return deps[0].clone()
 
+    def wait_for_inputs(self, early: bool) -> None:
+        self.on_wait()
+        self.waited = True
+
+    def store(self, pointer: Pointer, value, mask=None) -> None:
+        assert self.waited, "kernels before this one may still read what it writes"
+        pointer.store(value, mask)
+
+    def atomic_add(self, pointer: Pointer, value, **order) -> torch.Tensor:
+        assert self.waited, "kernels before this one may still read what it adds to"
+        return pointer.add(value)
+
+    def assembly(self, text: str, constraints: str, values: list, **options) -> torch.Tensor:
+        self.assembled.append(values)
+        return values[0]
+
     def names(self) -> dict[str, object]:
         anything = types.SimpleNamespace
         gl = anything(
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
             program_id=lambda axis: torch.tensor(self.program[axis]),
+            num_programs=lambda axis: self.programs,
+            cdiv=lambda x, y: -(-x // y),
             arange=lambda first, last, layout: torch.arange(first, last),
             load=lambda pointer, mask=None, other=0.0, cache_modifier="": pointer.load(mask, other),
-            atomic_add=lambda pointer, value, sem, scope: pointer.add(value),
-            store=lambda pointer, value, mask=None: pointer.store(value, mask),
+            atomic_add=self.atomic_add,
+            store=self.store,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             where=lambda condition, x, y: torch.where(condition, x, y),
@@ -144,11 +173,11 @@ class Machine:
             max=lambda value, axis: value.amax(axis),
             sum=lambda value, axis: value.sum(axis),
             reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
-            exp2=torch.exp2, log2=torch.log2, static_range=range,
+            exp=torch.exp, exp2=torch.exp2, log2=torch.log2, static_range=range,
             convert_layout=lambda value, layout: value,
             thread_barrier=lambda: None,
-            allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(shape, math.nan, dtype=dtype)),
-            inline_asm_elementwise=lambda text, constraints, values, **options: values[0],
+            allocate_shared_memory=_poisoned,
+            inline_asm_elementwise=self.assembly,
             constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
                              "DistributedLinearLayout"), _nothing),
@@ -156,6 +185,8 @@ class Machine:
         )  # fmt: skip
         return {
             "gl": gl,
+            "tl": gl,
+            **self.engine.names(),
             "async_copy": anything(
                 async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.copies.wait
             ),
@@ -164,8 +195,13 @@ class Machine:
             "warpgroup_mma_wait": self.wait_products,
             "fence_async_shared": lambda: None,
             "let_next_start": lambda early: None,
-            "wait_for_inputs": lambda early: None,
+            "wait_for_inputs": self.wait_for_inputs,
         }
+
+
+def _poisoned(dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
+    """Shared memory, NaN where its numbers can be."""
+    return Shared(torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype))
 
 
 def _nothing(*arguments, **options) -> None:
@@ -179,18 +215,38 @@ def _pointers(value: object) -> object:
     return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
-def run_program(kernel, program: int | tuple[int, ...], late_copies: bool, *arguments, **constants) -> None:
-    """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
-    machine = Machine(program, late_copies)
-    names = dict(kernel.fn.__globals__)
-    for name, value in list(names.items()):
+def run_program(
+    kernel,
+    program: int | tuple[int, ...],
+    late_copies: bool,
+    *arguments,
+    programs: int = 1,
+    on_wait: Callable[[], None] = lambda: None,
+    **constants,
+) -> list[list]:
+    """One program of a Gluon kernel, with all functions that it calls. Tensors become pointers.
+
+    on_wait: called where the kernel waits for its inputs. Returns the arguments of each assembly instruction.
+    """
+    machine = Machine(program, programs, late_copies, on_wait)
+    given = [_pointers(value) for value in arguments]
+    types.FunctionType(kernel.fn.__code__, _names(kernel.fn.__globals__, machine.names(), {}))(*given, **constants)
+    assert not machine.group
+    return machine.assembled
+
+
+def _names(module: dict, machine: dict, made: dict[int, dict]) -> dict[str, object]:
+    """What a function of a module sees: its functions in Python, and the machine's. made: of modules before, by id."""
+    if id(module) in made:
+        return made[id(module)]
+    names = made[id(module)] = dict(module)
+    for name, value in module.items():
         if isinstance(value, JITFunction):
-            names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
-        elif isinstance(value, ConstexprFunction):
+            inside = _names(value.fn.__globals__, machine, made)
+            names[name] = types.FunctionType(value.fn.__code__, inside, name, value.fn.__defaults__)
+        elif isinstance(value, ConstexprFunction) and name.endswith("_layout"):
             names[name] = _nothing
         elif isinstance(value, constexpr):
             names[name] = value.value
-    names.update(machine.names())
-    given = [_pointers(value) for value in arguments]
-    types.FunctionType(kernel.fn.__code__, names)(*given, **constants)
-    assert not machine.group
+    names.update(machine)
+    return names

@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 from bladellm_kernels import linear_launch as launches
-from bladellm_kernels.linear_launch import LinearCall, launch_dot, launch_gemv, new_workspace, workspace_sizes
+from bladellm_kernels.linear_launch import (
+    LinearCall,
+    launch_dot,
+    launch_gemv,
+    launch_hopper,
+    new_workspace,
+    workspace_sizes,
+)
 from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, Schedule
 from bladellm_kernels.linear_tile_triton import tile_sectors
 
@@ -67,11 +74,12 @@ def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtyp
     rows, outputs, inputs = sizes
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     call = LinearCall(x, torch.empty(parts * outputs, inputs, dtype=dtype), None, None, out, parts)
-    if isinstance(schedule, DotSchedule):
-        programs = 132 * schedule.programs or -(-outputs // schedule.block_n)
-        launch_dot(call, schedule, programs, new_workspace(x.device, 16, 16))
-    else:
+    if isinstance(schedule, GemvSchedule):
         launch_gemv(call, schedule)
+    else:
+        programs = 132 * schedule.programs or -(-outputs // schedule.block_n)
+        launch_tiles = launch_dot if isinstance(schedule, DotSchedule) else launch_hopper
+        launch_tiles(call, schedule, programs, new_workspace(x.device, 16, 16))
     return compiled[0]
 
 

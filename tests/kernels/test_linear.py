@@ -13,6 +13,7 @@ from bladellm_kernels.linear_schedules import (
     DotSchedule,
     Entry,
     GemvSchedule,
+    HopperSchedule,
     ScheduleTable,
     default_schedule,
     load_table,
@@ -156,12 +157,13 @@ def test_default_schedules_compile_for_hopper(monkeypatch, rows, gated):
 
 
 def test_tables_say_what_they_were_told(tmp_path):
-    entries = [Entry(2, GemvSchedule(4, 512)), Entry(64, DotSchedule(64, 128, 64, prefetch=5)), Entry(256, None)]
+    entries = [Entry(2, GemvSchedule(4, 512)), Entry(64, DotSchedule(64, 128, 64, prefetch=5))]
+    entries += [Entry(96, HopperSchedule(128, 64, 64, stages=3)), Entry(256, None)]
     table = ScheduleTable({(96, 32, False): entries})
     save_table(table, tmp_path / "table.json")
     loaded = load_table(tmp_path / "table.json")
-    chosen = [loaded.choose(rows, 96, 32) for rows in (1, 2, 3, 64, 65, 257)]
-    assert chosen == [entries[0].schedule] * 2 + [entries[1].schedule] * 2 + [None, None]
+    chosen = [loaded.choose(rows, 96, 32) for rows in (1, 2, 3, 64, 65, 97, 257)]
+    assert chosen == [entries[0].schedule] * 2 + [entries[1].schedule] * 2 + [entries[2].schedule, None, None]
     assert loaded.choose(3, 96, 32, gated=True) == default_schedule(3, gated=True)
     assert loaded.choose(3, 96, 31) == default_schedule(3)
 
@@ -170,7 +172,7 @@ def test_tables_say_what_they_were_told(tmp_path):
 def test_measured_tables_hold_their_rows(path):
     for entries in load_table(path).entries.values():
         for entry in entries:
-            if isinstance(entry.schedule, DotSchedule):
+            if isinstance(entry.schedule, (DotSchedule, HopperSchedule)):
                 assert entry.schedule.block_m >= entry.rows
             assert not isinstance(entry.schedule, GemvSchedule) or entry.rows <= GEMV_ROWS
 

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from bladellm_kernels.linear_schedules import GEMV_ROWS, DotSchedule, Entry, GemvSchedule
+from bladellm_kernels.linear_schedules import GEMV_ROWS, Entry, GemvSchedule
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 SHARED_BYTES = 227 * 1024
@@ -36,7 +36,8 @@ def test_candidates_are_few_and_hold_their_rows(script):
             found = script.candidates(rows, gated)
             assert len(found) <= 12
             assert len(set(found)) == len(found)
-            assert all(rows <= (each.block_m if isinstance(each, DotSchedule) else GEMV_ROWS) for each in found)
+            assert found == [each for kind in script.KINDS for each in script.candidates(rows, gated, [kind])]
+            assert all(rows <= (GEMV_ROWS if isinstance(each, GemvSchedule) else each.block_m) for each in found)
 
 
 def test_the_table_takes_the_faster_one(script):
