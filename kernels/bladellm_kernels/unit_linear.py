@@ -8,13 +8,11 @@ import triton
 
 from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
 from bladellm_kernels.early_launch import early_launch
-from bladellm_kernels.few_tokens_triton import few_tokens_kernel
 from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.row_blocks import block_slices
 from bladellm_kernels.unit_schedules import (
     Dense,
-    FewTokens,
     Gemv,
     ManyTokens,
     Schedule,
@@ -44,11 +42,9 @@ def unit_linear(
         raise ValueError(f"out must be {x.dtype} [{len(x)}, {weight.rows}], rows contiguous, got {y.dtype} {y.shape}")
     if not len(x):
         return y
-    chosen = schedule or unit_schedule(len(x), weight.rows)
+    chosen = schedule or unit_schedule(len(x), weight.rows, weight.columns)
     if isinstance(chosen, Gemv):
         _gemv(x, weight, bias, y, chosen)
-    elif isinstance(chosen, FewTokens):
-        _few_tokens(x, weight, bias, y, chosen)
     elif isinstance(chosen, ManyTokens):
         _many_tokens(x, weight, bias, y, chosen)
     else:
@@ -81,18 +77,6 @@ def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: tor
         TOKENS=schedule.tokens, WARPS=schedule.warps, ROW_WARPS=schedule.row_warps, STEPS=schedule.steps,
         ONE_ROUND=share <= schedule.round, SPLIT=splits > 1, HAS_BIAS=bias is not None,
         num_warps=schedule.warps * schedule.row_warps, maxnreg=schedule.registers, **early_launch(x.device),
-    )  # fmt: skip
-
-
-def _few_tokens(
-    x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: FewTokens
-) -> None:
-    few_tokens_kernel[(triton.cdiv(weight.rows, schedule.rows),)](
-        x, _arguments(weight), y if bias is None else bias, y, x.stride(0), x.stride(1), y.stride(0),
-        len(x), weight.rows, weight.columns,
-        SHAPE=_shape(weight, schedule.warps, x), ROWS=schedule.rows, TOKENS=schedule.tokens, WARPS=schedule.warps,
-        STAGES=schedule.stages, PREFETCH=schedule.prefetch, HAS_BIAS=bias is not None,
-        num_warps=schedule.warps, **early_launch(x.device),
     )  # fmt: skip
 
 

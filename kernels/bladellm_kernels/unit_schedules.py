@@ -31,20 +31,6 @@ class Gemv:
 
 
 @dataclass(frozen=True, slots=True)
-class FewTokens:
-    """`few_tokens_kernel`: programs of `rows` outputs (16, 32 or 64), their `warps` along K, for up to `tokens`.
-
-    prefetch: lines of 128 bytes of the weight each program asks for before it waits for its inputs, a power of two.
-    """
-
-    rows: int
-    warps: int
-    stages: int
-    prefetch: int = 256
-    tokens: int = 8
-
-
-@dataclass(frozen=True, slots=True)
 class ManyTokens:
     """`many_tokens_kernel`: tiles of `rows` outputs (64, 128 or 256) and `tokens` tokens.
 
@@ -68,7 +54,7 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = Gemv | FewTokens | ManyTokens | Dense
+Schedule = Gemv | ManyTokens | Dense
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""
@@ -76,18 +62,39 @@ MIN_STEPS = 4
 NARROW_ROWS = 8192
 """Up to so many outputs, small tiles are what fills the GPU."""
 
+FEW_ROWS = 4096
+LONG_COLUMNS = 8192
+"""From so many inputs on, K is split or shared by more warps."""
 
-def unit_schedule(tokens: int, rows: int) -> Schedule:
-    """The schedule for x of `tokens` rows and a weight of `rows` outputs."""
+
+def unit_schedule(tokens: int, rows: int, columns: int) -> Schedule:
+    """The schedule for x of `tokens` rows and a weight [rows, columns]."""
+    if tokens <= 8:
+        return _gemv(rows, columns)
     if tokens <= 16:
+        if rows <= NARROW_ROWS:
+            return Gemv(rows=64, warps=4, steps=1, tokens=16, row_warps=2, programs_per_sm=2)
         return ManyTokens(rows=128, tokens=16, warps=4, stages=4, programs_per_sm=4)
     if tokens <= 32:
+        if rows <= FEW_ROWS and columns < LONG_COLUMNS:
+            return Gemv(rows=64, warps=4, steps=1, tokens=32, row_warps=2, programs_per_sm=1)
         return ManyTokens(rows=128, tokens=32, warps=8, stages=4, programs_per_sm=2)
+    if tokens <= 64 and rows > NARROW_ROWS:
+        return ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_sm=2)
     if tokens <= 128 or (tokens <= 256 and rows <= NARROW_ROWS):
         return ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
     if tokens <= 256:
         return ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
     return Dense()
+
+
+def _gemv(rows: int, columns: int) -> Gemv:
+    """The schedule for up to 8 tokens."""
+    if columns >= LONG_COLUMNS:
+        return Gemv(rows=32, warps=8, steps=1, programs_per_sm=2)
+    if rows <= FEW_ROWS:
+        return Gemv(rows=16, warps=8, steps=4, registers=80)
+    return Gemv(rows=16, warps=4, steps=4)
 
 
 def split_count(schedule: ManyTokens, tiles: int, steps: int, processors: int) -> int:
