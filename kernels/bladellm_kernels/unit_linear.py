@@ -11,13 +11,16 @@ from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.row_blocks import block_slices
+from bladellm_kernels.stream_units_gluon import stream_units_kernel
 from bladellm_kernels.unit_schedules import (
     Dense,
     Gemv,
     ManyTokens,
     Schedule,
+    Streamed,
     round_share,
     split_count,
+    stream_programs,
     unit_schedule,
 )
 from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
@@ -45,6 +48,8 @@ def unit_linear(
     chosen = schedule or unit_schedule(len(x), weight.rows, weight.columns)
     if isinstance(chosen, Gemv):
         _gemv(x, weight, bias, y, chosen)
+    elif isinstance(chosen, Streamed):
+        _streamed(x, weight, bias, y, chosen)
     elif isinstance(chosen, ManyTokens):
         _many_tokens(x, weight, bias, y, chosen)
     else:
@@ -77,6 +82,25 @@ def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: tor
         TOKENS=schedule.tokens, WARPS=schedule.warps, ROW_WARPS=schedule.row_warps, STEPS=schedule.steps,
         ONE_ROUND=share <= schedule.round, SPLIT=splits > 1, HAS_BIAS=bias is not None,
         num_warps=schedule.warps * schedule.row_warps, maxnreg=schedule.registers, **early_launch(x.device),
+    )  # fmt: skip
+
+
+def _streamed(
+    x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: Streamed
+) -> None:
+    if len(x) > schedule.tokens:
+        raise ValueError(f"{schedule} is for up to {schedule.tokens} tokens, got {len(x)}")
+    tiles, splits = triton.cdiv(weight.rows, schedule.rows), triton.cdiv(weight.steps, schedule.round)
+    programs = stream_programs(schedule, tiles, splits, _processors(x.device))
+    room = tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
+    stream_units_kernel[(programs, splits)](
+        x, _arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y if bias is None else bias, y,
+        x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), y.stride(0), len(x),
+        weight.rows, weight.columns, tiles, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
+        TOKENS=schedule.tokens, WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits,
+        TURNS=triton.next_power_of_2(triton.cdiv(tiles, programs)),
+        RAW=weight.bits == 4 and x.dtype != torch.float16, HAS_BIAS=bias is not None, num_warps=schedule.warps,
+        maxnreg=65536 // (32 * schedule.warps * schedule.programs_per_sm), **early_launch(x.device),
     )  # fmt: skip
 
 

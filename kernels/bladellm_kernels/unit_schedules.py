@@ -31,6 +31,24 @@ class Gemv:
 
 
 @dataclass(frozen=True, slots=True)
+class Streamed:
+    """`stream_units_kernel`: programs that hold x of `warps` times `steps` steps of K for up to `tokens`, in registers,
+    and go through tiles of `rows` outputs (16 or 32), codes of `depth` of them being asked for ahead."""
+
+    rows: int
+    warps: int
+    steps: int
+    depth: int
+    tokens: int = 8
+    programs_per_sm: int = 1
+
+    @property
+    def round(self) -> int:
+        """Steps of a program."""
+        return self.warps * self.steps
+
+
+@dataclass(frozen=True, slots=True)
 class ManyTokens:
     """`many_tokens_kernel`: tiles of `rows` outputs (64, 128 or 256) and `tokens` tokens.
 
@@ -54,7 +72,7 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = Gemv | ManyTokens | Dense
+Schedule = Gemv | Streamed | ManyTokens | Dense
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""
@@ -110,3 +128,10 @@ def round_share(schedule: Gemv, tiles: int, steps: int, processors: int) -> int:
     rounds = -(-steps // schedule.round)
     splits = max(1, min(processors * schedule.programs_per_sm // tiles, rounds))
     return -(-rounds // splits) * schedule.round
+
+
+def stream_programs(schedule: Streamed, tiles: int, splits: int, processors: int) -> int:
+    """Programs of `stream_units_kernel` that share `tiles` tiles in each of `splits` ranges of K: all run at once."""
+    most = max(1, processors * schedule.programs_per_sm // splits)
+    turns = -(-tiles // most)
+    return -(-tiles // turns)

@@ -68,6 +68,9 @@ class Shared:
     def store(self, value) -> None:
         self.data.copy_(value)
 
+    def load(self, layout) -> torch.Tensor:
+        return self.data.clone()
+
 
 class Later:
     """Work in order, done at once or when a wait leaves fewer outstanding."""
@@ -91,8 +94,9 @@ class Later:
 class Machine:
     """The names that a kernel uses, for one program; copies late and products early, or the other way round."""
 
-    def __init__(self, program: int | tuple[int, ...], late_copies: bool) -> None:
+    def __init__(self, program: int | tuple[int, ...], late_copies: bool, programs: int = 1) -> None:
         self.program = program if isinstance(program, tuple) else (program,)
+        self.programs = programs
         self.copies, self.products = Later(late_copies), Later(not late_copies)
         self.group: list[Callable[[], None]] = []
         self.late_copies = late_copies
@@ -132,6 +136,7 @@ class Machine:
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
             program_id=lambda axis: torch.tensor(self.program[axis]),
+            num_programs=lambda axis: self.programs, cdiv=lambda a, b: -(-a // b),
             arange=lambda first, last, layout: torch.arange(first, last),
             load=lambda pointer, mask=None, other=0.0, cache_modifier="": pointer.load(mask, other),
             atomic_add=lambda pointer, value, sem, scope: pointer.add(value),
@@ -151,7 +156,7 @@ class Machine:
             inline_asm_elementwise=lambda text, constraints, values, **options: values[0],
             constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
-                             "DistributedLinearLayout"), _nothing),
+                             "DistributedLinearLayout", "SwizzledSharedLayout"), _nothing),
             NVMMASharedLayout=anything(get_default_for=_nothing),
         )  # fmt: skip
         return {
@@ -179,10 +184,24 @@ def _pointers(value: object) -> object:
     return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
-def run_program(kernel, program: int | tuple[int, ...], late_copies: bool, *arguments, **constants) -> None:
-    """One program of a Gluon kernel, with the functions of its module. Tensors become pointers."""
-    machine = Machine(program, late_copies)
-    names = dict(kernel.fn.__globals__)
+def _functions(module_names: dict[str, object]) -> dict[str, object]:
+    """The names of a module and of those whose functions it calls, ready for Python, its own first."""
+    names = dict(module_names)
+    for value in module_names.values():
+        if isinstance(value, JITFunction):
+            inner = value.fn.__globals__
+            if inner is not module_names:
+                names = {**_functions(inner), **names}
+    return names
+
+
+def run_program(
+    kernel, program: int | tuple[int, ...], late_copies: bool, *arguments, programs: int = 1, **constants
+) -> None:
+    """One program of a Gluon kernel, of `programs` along the first axis, with the functions of its module. Tensors
+    become pointers."""
+    machine = Machine(program, late_copies, programs)
+    names = _functions(kernel.fn.__globals__)
     for name, value in list(names.items()):
         if isinstance(value, JITFunction):
             names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)

@@ -1,4 +1,4 @@
-"""The kernel of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
+"""The kernels of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
 
 import math
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from bladellm_kernels.linear_reference import reference_linear
-from bladellm_kernels.unit_schedules import Gemv
+from bladellm_kernels.unit_schedules import Gemv, Streamed
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.prefill_support import hopper
@@ -21,21 +21,26 @@ CASES = [
     (8, 48, 320, 5, False, 2, Gemv(16, 2, 2)),
     (4, 300, 896, 7, True, 11, Gemv(128, 2, 1, 16, 2, programs_per_sm=1)),
     (4, 64, 1000, 1, True, 2, Gemv(64, 1, 2, programs_per_sm=1)),
+    (4, 200, 512, 4, False, 1, Streamed(16, 4, 1, 2)),
+    (4, 170, 1024, 16, True, 8, Streamed(16, 4, 1, 3)),
+    (4, 333, 1155, 1, True, 13, Streamed(32, 4, 1, 2, 16, 2)),
+    (8, 148, 320, 5, False, 2, Streamed(16, 4, 2, 2)),
 ]
 
 
 class InPython:
-    """Stands for the kernel: its programs are run in Python, those that share a tile in random order."""
+    """Stands for a kernel: its programs are run in Python, those that share a tile in random order."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
 
     def __getitem__(self, grid):
-        from bladellm_kernels import gemv_units_gluon as module
-
         from tests.kernels.gluon_support import run_program
 
         def launch(*arguments, num_warps, maxnreg, **constants) -> None:
             for tile in range(grid[0]):
                 for split in torch.randperm(grid[1]).tolist():
-                    run_program(module.gemv_units_kernel, (tile, split), False, *arguments, **constants)
+                    run_program(self.kernel, (tile, split), False, *arguments, programs=grid[0], **constants)
 
         return launch
 
@@ -45,7 +50,8 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     pytest.importorskip("triton")
     from bladellm_kernels import unit_linear as module
 
-    monkeypatch.setattr(module, "gemv_units_kernel", InPython())
+    for name in ("gemv_units_kernel", "stream_units_kernel"):
+        monkeypatch.setattr(module, name, InPython(getattr(module, name)))
     monkeypatch.setattr(module, "_processors", lambda device: 7)
     codes, scales, points = layer(rows, columns, groups, bits, zeros)
     weight = pack_units(codes, scales, points, bits)
@@ -96,6 +102,12 @@ def test_on_cuda(marked, rows, columns, groups, dtype):
 
     schedules = [Gemv(16, 8, 4, registers=88), Gemv(16, 16, 1), Gemv(32, 16, 2), Gemv(64, 4, 1, 16, 2, 2)]
     schedules += [Gemv(128, 4, 1, 32, 2, 1)]
+    schedules += [
+        Streamed(16, 16, 2, 2),
+        Streamed(16, 8, 2, 2, 8, 2),
+        Streamed(16, 16, 1, 2, 16),
+        Streamed(32, 8, 1, 2),
+    ]
     for bits, zeros in ((4, False), (4, True), (8, False)):
         codes, scales, points = layer(rows, columns, groups, bits, zeros, "cuda")
         weight = pack_units(codes, scales, points, bits)
