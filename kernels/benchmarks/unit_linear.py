@@ -7,7 +7,8 @@ Shapes are those of Llama-3-8B. Each figure is one layer's time in a replayed CU
 fit the L2 cache; TB/s counts codes and scales; `share` is that of a kernel that only reads (4.63 TB/s). Every schedule
 is checked against float32 first, its output poisoned. The last table is a whole step's linear layers in one graph, each
 shape with its best schedule and with the default one, and the head in bfloat16.
-gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. many: rows, tokens,
+gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
+steps, tiles ahead[, tokens, programs an SM]. many: rows, tokens,
 warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.unit_linear import unit_linear
-from bladellm_kernels.unit_schedules import Dense, Gemv, ManyTokens, Schedule, unit_schedule
+from bladellm_kernels.unit_schedules import Dense, Gemv, ManyTokens, Schedule, Streamed, unit_schedule
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from gpu_timing import GpuTimer, machine
 
@@ -30,9 +31,11 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 READ_BYTES_PER_S = 4.63e12
 COLD_BYTES = 256 * 2**20
 CANDIDATES = {
-    8: "gemv:16,8,4,8,1,0,80 gemv:16,4,4 gemv:32,8,1,8,1,2",
-    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128",
-    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128",
+    8: "gemv:16,8,4,8,1,0,80 gemv:16,4,4 gemv:32,8,1,8,1,2 stream:16,16,2,2 stream:16,16,2,1 stream:16,16,2,3 "
+    "stream:16,8,2,2,8,2 stream:16,16,1,3 stream:16,16,1,4 stream:16,8,1,4,8,2 stream:32,16,1,2 stream:32,8,1,2,8,2",
+    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 stream:16,16,1,3,16 stream:16,16,1,2,16 "
+    "stream:16,8,1,2,16,2 stream:16,8,1,3,16,2 stream:32,8,1,2,16,2",
+    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32 stream:16,8,1,2,32,2",
     64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128",
     128: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,64,8,3,1,128,1 dense:16384",
     256: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,128,8,3,1,128,1 "
@@ -82,7 +85,7 @@ def make_shape(name: str, arguments: argparse.Namespace) -> Shape:
 def parse_schedule(text: str) -> Schedule:
     kind, _, numbers = text.partition(":")
     values = [int(number) for number in numbers.split(",")]
-    return {"gemv": Gemv, "many": ManyTokens, "dense": Dense}[kind](*values)
+    return {"gemv": Gemv, "stream": Streamed, "many": ManyTokens, "dense": Dense}[kind](*values)
 
 
 def default_schedule(tokens: int, shape: Shape) -> Schedule:
@@ -94,7 +97,9 @@ def schedules(tokens: int, shape: Shape, given: list[str]) -> list[Schedule]:
     names = given or CANDIDATES[next(most for most in CANDIDATES if tokens <= most)].split()
     made = [parse_schedule(name) for name in names]
     fitting = [
-        one for one in [default_schedule(tokens, shape), *made] if not isinstance(one, Gemv) or tokens <= one.tokens
+        one
+        for one in [default_schedule(tokens, shape), *made]
+        if not isinstance(one, Gemv | Streamed) or tokens <= one.tokens
     ]
     return list(dict.fromkeys(fitting))
 

@@ -78,7 +78,7 @@ def stream_units_kernel(
     outputs.
 
     x: [tokens, columns], y: [tokens, rows]. partial: float32 [tiles, SPLITS, ROWS, TOKENS] and arrived: int32, zeros,
-    one of each i, where SPLITS > 1. TURNS: a power of two not less than any program's tiles. RAW: see `_start`.
+    one of each i, where SPLITS > 1. TURNS: tiles whose splits are added up at a time, a power of two. RAW: see `_start`.
     """
     ADDED: gl.constexpr = added_layout(WARPS, ROWS * TOKENS)
     OUTPUTS: gl.constexpr = ROWS * TOKENS
@@ -116,16 +116,17 @@ def stream_units_kernel(
         gl.thread_barrier()
         if gl.atomic_add(arrived + gl.program_id(0), 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             places = gl.arange(0, TURNS * OUTPUTS, layout=flat_layout(WARPS))
-            of_tile = gl.program_id(0) + places // OUTPUTS * stride
-            stored = (places % TOKENS < tokens) & (of_tile < tiles)
-            parts = partial + of_tile.to(gl.int64) * (SPLITS * OUTPUTS) + places % OUTPUTS
-            whole = gl.load(parts, mask=stored, other=0.0, cache_modifier=".cg")
-            for other in gl.static_range(1, SPLITS):
-                whole += gl.load(parts + other * OUTPUTS, mask=stored, other=0.0, cache_modifier=".cg")
-            _finish(
-                whole, places % OUTPUTS, of_tile, weight, bias, y, y_stride, tokens, rows, tiles, SHAPE, ROWS, TOKENS,
-                HAS_BIAS,
-            )  # fmt: skip
+            for first in range(gl.program_id(0), tiles, TURNS * stride):
+                of_tile = first + places // OUTPUTS * stride
+                stored = (places % TOKENS < tokens) & (of_tile < tiles)
+                parts = partial + of_tile.to(gl.int64) * (SPLITS * OUTPUTS) + places % OUTPUTS
+                whole = gl.load(parts, mask=stored, other=0.0, cache_modifier=".cg")
+                for other in gl.static_range(1, SPLITS):
+                    whole += gl.load(parts + other * OUTPUTS, mask=stored, other=0.0, cache_modifier=".cg")
+                _finish(
+                    whole, places % OUTPUTS, of_tile, weight, bias, y, y_stride, tokens, rows, tiles, SHAPE, ROWS,
+                    TOKENS, HAS_BIAS,
+                )  # fmt: skip
             gl.store(arrived + gl.program_id(0), 0)
 
 
@@ -225,7 +226,7 @@ def _offsets(
     STEPS: gl.constexpr,
     RAW: gl.constexpr,
 ) -> gl.tuple:
-    """Of each step and each of its groups `-Σx`, times 136 where that is every zero point's, [WARPS, ROWS, TOKENS]."""
+    """Of each step and each of its groups `-Σx`, times 136 where that is every zero point's, [WARPS, TOKENS]."""
     SUMS: gl.constexpr = sums_layout(WARPS, 1)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     found: gl.tuple = ()
@@ -238,7 +239,8 @@ def _offsets(
             for part in gl.static_range(PARTS):
                 sums = mma_v2(factors, operands[index * PARTS + part], sums)
                 if (part + 1) % SHAPE.group_parts == 0:
-                    found += (sums,)
+                    # All rows are the same: they add up to exactly their number times one.
+                    found += (gl.sum(sums, 1) * (1 / ROWS),)
                     sums = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, SUMS)
     return found
 
@@ -269,7 +271,7 @@ def _multiply_tile(
             parts = unit_operands(units[index], zeros[index], dtype, SHAPE, ROWS, WARPS, 1)
         for group in gl.static_range(GROUPS):
             if RAW:
-                sums = _start(offsets[index * GROUPS + group], zeros[index][group], SHAPE)
+                sums = _start(offsets[index * GROUPS + group], zeros[index][group], SHAPE, ROWS)
             else:
                 sums = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, SUMS)
             for part in gl.static_range(group * SHAPE.group_parts, (group + 1) * SHAPE.group_parts):
@@ -282,11 +284,15 @@ def _multiply_tile(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _start(offset: gl.tensor, zero: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
-    """What a sum of products of `128 + code` begins at, so that it becomes one of `code - zero`."""
+def _start(offset: gl.tensor, zero: gl.tensor, SHAPE: gl.constexpr, ROWS: gl.constexpr) -> gl.tensor:
+    """What sums of products of `128 + code` begin at, so that they become those of `code - zero`."""
+    WARPS: gl.constexpr = offset.shape[0]
+    TOKENS: gl.constexpr = offset.shape[1]
     if SHAPE.has_zeros:
-        offset = offset * (zero.to(gl.float32)[:, :, None] + 128.0)
-    return offset
+        sums = offset[:, None, :] * (zero.to(gl.float32)[:, :, None] + 128.0)
+    else:
+        sums = offset[:, None, :] + gl.zeros([WARPS, ROWS, TOKENS], gl.float32, sums_layout(WARPS, 1))
+    return sums
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -21,6 +21,7 @@ from bladellm_kernels.unit_schedules import (
     round_share,
     split_count,
     stream_programs,
+    stream_turns,
     unit_schedule,
 )
 from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
@@ -98,8 +99,8 @@ def _streamed(
         x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), y.stride(0), len(x),
         weight.rows, weight.columns, tiles, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
         TOKENS=schedule.tokens, WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits,
-        TURNS=triton.next_power_of_2(triton.cdiv(tiles, programs)),
-        RAW=weight.bits == 4 and x.dtype != torch.float16, HAS_BIAS=bias is not None, num_warps=schedule.warps,
+        TURNS=stream_turns(schedule, tiles, programs),
+        RAW=weight.bits == 4 and x.dtype != torch.float16 and schedule.raw, HAS_BIAS=bias is not None, num_warps=schedule.warps,
         maxnreg=65536 // (32 * schedule.warps * schedule.programs_per_sm), **early_launch(x.device),
     )  # fmt: skip
 
