@@ -78,7 +78,8 @@ def stream_units_kernel(
     outputs.
 
     x: [tokens, columns], y: [tokens, rows]. partial: float32 [tiles, SPLITS, ROWS, TOKENS] and arrived: int32, zeros,
-    one of each i, where SPLITS > 1. TURNS: tiles whose splits are added up at a time, a power of two. RAW: see `_start`.
+    one of each i, where SPLITS > 1. TURNS: tiles whose splits are added up at a time, a power of two. RAW: see
+    `_start`.
     """
     ADDED: gl.constexpr = added_layout(WARPS, ROWS * TOKENS)
     OUTPUTS: gl.constexpr = ROWS * TOKENS

@@ -100,7 +100,8 @@ def _streamed(
         weight.rows, weight.columns, tiles, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
         TOKENS=schedule.tokens, WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits,
         TURNS=stream_turns(schedule, tiles, programs),
-        RAW=weight.bits == 4 and x.dtype != torch.float16 and schedule.raw, HAS_BIAS=bias is not None, num_warps=schedule.warps,
+        RAW=weight.bits == 4 and x.dtype != torch.float16 and schedule.raw, HAS_BIAS=bias is not None,
+        num_warps=schedule.warps,
         maxnreg=65536 // (32 * schedule.warps * schedule.programs_per_sm), **early_launch(x.device),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The kernels of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
 
+import dataclasses
 import math
 import re
 
@@ -11,6 +12,7 @@ from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.prefill_support import hopper
 from tests.kernels.test_prefill_hopper import ON_CUDA
+from tests.kernels.test_ragged_decode_triton import resources
 from tests.kernels.test_unit_linear import MIDDLE, layer
 
 CASES = [
@@ -21,6 +23,7 @@ CASES = [
     (8, 48, 320, 5, False, 2, Gemv(16, 2, 2)),
     (4, 300, 896, 7, True, 11, Gemv(128, 2, 1, 16, 2, programs_per_sm=1)),
     (4, 64, 1000, 1, True, 2, Gemv(64, 1, 2, programs_per_sm=1)),
+    (4, 40, 1024, 8, True, 8, None),
     (4, 200, 512, 4, False, 1, Streamed(16, 4, 1, 2)),
     (4, 170, 1024, 16, True, 8, Streamed(16, 4, 1, 3)),
     (4, 333, 1155, 1, True, 13, Streamed(32, 4, 1, 2, 16, 2)),
@@ -92,6 +95,40 @@ def test_codes_go_from_memory_to_the_tensor_cores_in_registers(bits, groups, zer
     codes = re.findall(r"ld\.global\S*", text[: text.index("griddepcontrol.wait")])
     assert sum(load.endswith("v4.b32") for load in codes) == 4, "two rows of each of two steps"
     assert "local" not in text
+
+
+@pytest.mark.parametrize(
+    ("columns", "schedule"), [(4096, Streamed(16, 16, 2, 2)), (14336, Streamed(16, 8, 2, 2, 8, 2))]
+)
+@pytest.mark.parametrize(("groups_per_step", "zeros"), [(1, False), (1, True), (0, False)])
+def test_x_stays_in_registers(columns, schedule, groups_per_step, zeros, tmp_path):
+    """A program asks for its first tiles before it waits, for x once, and for no code in its loop but of a later tile;
+    neither passes through shared memory, and nothing is spilled."""
+    pytest.importorskip("triton")
+    from bladellm_kernels import stream_units_gluon as module
+    from bladellm_kernels import unit_linear
+
+    codes, scales, points = layer(64, columns, max(1, columns // 128 * groups_per_step), 4, zeros)
+    weight = pack_units(codes, scales, points, 4)
+    x, y = torch.zeros(2, columns).bfloat16(), torch.zeros(2, 4096).bfloat16()
+    shape = dataclasses.replace(unit_linear._shape(weight, schedule.round, x), plain=False)
+    splits = weight.steps // schedule.round
+    with hopper(module.stream_units_kernel):
+        compiled = module.stream_units_kernel.warmup(
+            x, unit_linear._arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y, y, torch.zeros(4),
+            weight.arrived, columns, 1, 4096, 2, 4096, columns, 256, SHAPE=shape, ROWS=16, TOKENS=8,
+            WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits, TURNS=8, RAW=True,
+            HAS_BIAS=False, EARLY=True, num_warps=schedule.warps, maxnreg=128, launch_pdl=True, grid=(1,),
+        )  # fmt: skip
+    text = compiled.asm["ptx"]
+    wide = [match.start() for match in re.finditer(r"ld\.global\S*v4\.b32", text)]
+    ready, looped = text.index("griddepcontrol.wait"), text.index("st.shared")
+    tile = 2 * schedule.steps
+    assert sum(place < ready for place in wide) == tile * schedule.depth
+    assert sum(ready < place < looped for place in wide) == 4 * schedule.steps + tile, "x, and one more tile"
+    assert sum(place > looped for place in wide) == tile * (schedule.depth - 1)
+    assert "ld.shared" not in text[:looped]
+    assert resources(compiled, tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])

@@ -65,7 +65,9 @@ def every_kernel(device, bits, rows, columns, groups, zeros, dtype, tokens, with
     expected = reference_linear(x, codes, scales, points, MIDDLE[bits], bias)
     many = [ManyTokens(64, 16, 4, 2, 8), ManyTokens(128, 8, 4, 3, 1), ManyTokens(128, 32, 4, 3, 2)]
     many += [ManyTokens(256, 32, 8, 2, 2, fold=True)]
-    for schedule in [*many, Dense(64), None]:
+    # What the table says for a few tokens is in Gluon, which has no interpreter.
+    default = [None] if device == "cuda" else []
+    for schedule in [*many, Dense(64), *default]:
         whole = torch.full((tokens + 1, rows + 5), torch.nan, dtype=dtype, device=device)
         y = unit_linear(x, weight, bias, out=whole[:tokens, :rows], schedule=schedule)
         assert whole[:, rows:].isnan().all()
