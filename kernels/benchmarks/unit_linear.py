@@ -8,7 +8,7 @@ fit the L2 cache; TB/s counts codes and scales; `share` is that of a kernel that
 is checked against float32 first, its output poisoned. The last table is a whole step's linear layers in one graph, each
 shape with its best schedule and with the default one, and the head in bfloat16.
 gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
-steps, tiles ahead[, tokens, programs an SM]. many: rows, tokens,
+steps, tiles ahead[, tokens of a program, programs an SM]. many: rows, tokens,
 warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows.
 """
 
@@ -32,11 +32,12 @@ READ_BYTES_PER_S = 4.63e12
 COLD_BYTES = 256 * 2**20
 CANDIDATES = {
     8: "gemv:16,8,4,8,1,0,80 gemv:16,4,4 gemv:32,8,1,8,1,2 stream:16,16,2,2 stream:16,16,2,1 stream:16,16,2,3 "
-    "stream:16,8,2,2,8,2 stream:16,16,1,3 stream:16,16,1,4 stream:16,8,1,4,8,2 stream:32,16,1,2 stream:32,8,1,2,8,2",
+    "stream:16,8,2,2,8,2 stream:16,16,1,3 stream:16,8,1,4,8,2 stream:32,8,1,2,8,2",
     16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 stream:16,16,1,3,16 stream:16,16,1,2,16 "
-    "stream:16,8,1,2,16,2 stream:16,8,1,3,16,2 stream:32,8,1,2,16,2",
-    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32 stream:16,8,1,2,32,2",
-    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128",
+    "stream:16,8,1,2,16,2 stream:16,16,2,2",
+    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32 stream:16,8,1,2,32,2 "
+    "stream:16,16,1,3,16",
+    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32",
     128: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,64,8,3,1,128,1 dense:16384",
     256: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,128,8,3,1,128,1 "
     "many:128,256,8,3,1,128,1 dense:8192 dense:32768",
@@ -97,19 +98,16 @@ def schedules(tokens: int, shape: Shape, given: list[str]) -> list[Schedule]:
     names = given or CANDIDATES[next(most for most in CANDIDATES if tokens <= most)].split()
     made = [parse_schedule(name) for name in names]
     fitting = [
-        one
-        for one in [default_schedule(tokens, shape), *made]
-        if not isinstance(one, Gemv | Streamed) or tokens <= one.tokens
+        one for one in [default_schedule(tokens, shape), *made] if not isinstance(one, Gemv) or tokens <= one.tokens
     ]
     return list(dict.fromkeys(fitting))
 
 
 def compile_all(shapes: list[Shape], arguments: argparse.Namespace) -> None:
-    """Run every schedule of every number of tokens once, many at a time, on a small and a large layer, K being
-    split in one of them only, and on a long one."""
+    """Run every schedule of every number of tokens once on a layer of each shape, many at a time."""
     wanted = []
     for tokens in arguments.tokens:
-        for shape in shapes[1:]:
+        for shape in shapes:
             x = torch.randn(tokens, shape.columns, device="cuda").bfloat16()
             wanted += [(x, shape.layers[0], schedule) for schedule in schedules(tokens, shape, arguments.schedules)]
     with ThreadPoolExecutor(arguments.threads) as pool:

@@ -74,16 +74,21 @@ def stream_units_kernel(
     HAS_BIAS: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
-    """Program (i, j) adds up steps [j WARPS STEPS, (j + 1) WARPS STEPS) of K of tiles i, i + programs, ... of ROWS
-    outputs.
+    """Program (i, j, k) adds up steps [j WARPS STEPS, (j + 1) WARPS STEPS) of K of tiles i, i + programs, ... of ROWS
+    outputs for tokens [k TOKENS, (k + 1) TOKENS).
 
-    x: [tokens, columns], y: [tokens, rows]. partial: float32 [tiles, SPLITS, ROWS, TOKENS] and arrived: int32, zeros,
-    one of each i, where SPLITS > 1. TURNS: tiles whose splits are added up at a time, a power of two. RAW: see
-    `_start`.
+    x: [tokens, columns], y: [tokens, rows]. partial: float32 [TOKENS tiles, tiles, SPLITS, ROWS, TOKENS] and arrived:
+    int32, zeros, one of each i and k, where SPLITS > 1. TURNS: tiles whose splits are added up at a time, a power of
+    two. RAW: see `_start`.
     """
     ADDED: gl.constexpr = added_layout(WARPS, ROWS * TOKENS)
     OUTPUTS: gl.constexpr = ROWS * TOKENS
     let_next_start(EARLY)
+    of_tokens = gl.program_id(2).to(gl.int64)
+    x += of_tokens * TOKENS * x_stride
+    y += of_tokens * TOKENS * y_stride
+    tokens -= gl.program_id(2) * TOKENS
+    partial += of_tokens * tiles * (SPLITS * OUTPUTS)
     tile = gl.program_id(0)
     stride = gl.num_programs(0)
     split = gl.program_id(1)
@@ -115,7 +120,8 @@ def stream_units_kernel(
     if SPLITS > 1:
         # Every thread's share is stored before one of them says so.
         gl.thread_barrier()
-        if gl.atomic_add(arrived + gl.program_id(0), 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        counter = arrived + gl.program_id(2) * stride + gl.program_id(0)
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             places = gl.arange(0, TURNS * OUTPUTS, layout=flat_layout(WARPS))
             for first in range(gl.program_id(0), tiles, TURNS * stride):
                 of_tile = first + places // OUTPUTS * stride
@@ -128,7 +134,7 @@ def stream_units_kernel(
                     whole, places % OUTPUTS, of_tile, weight, bias, y, y_stride, tokens, rows, tiles, SHAPE, ROWS,
                     TOKENS, HAS_BIAS,
                 )  # fmt: skip
-            gl.store(arrived + gl.program_id(0), 0)
+            gl.store(counter, 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

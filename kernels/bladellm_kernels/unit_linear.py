@@ -89,17 +89,18 @@ def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: tor
 def _streamed(
     x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: Streamed
 ) -> None:
-    if len(x) > schedule.tokens:
-        raise ValueError(f"{schedule} is for up to {schedule.tokens} tokens, got {len(x)}")
     tiles, splits = triton.cdiv(weight.rows, schedule.rows), triton.cdiv(weight.steps, schedule.round)
-    programs = stream_programs(schedule, tiles, splits, _processors(x.device))
-    room = tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
-    stream_units_kernel[(programs, splits)](
+    token_tiles = triton.cdiv(len(x), schedule.tokens)
+    if token_tiles > TOKEN_TILES:
+        raise ValueError(f"{schedule} is for up to {TOKEN_TILES} times its tokens, got {len(x)}")
+    programs = stream_programs(schedule, tiles, splits, token_tiles, _processors(x.device))
+    room = token_tiles * tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
+    stream_units_kernel[(programs, splits, token_tiles)](
         x, _arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y if bias is None else bias, y,
         x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), y.stride(0), len(x),
         weight.rows, weight.columns, tiles, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
         TOKENS=schedule.tokens, WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits,
-        TURNS=stream_turns(schedule, tiles, programs),
+        TURNS=stream_turns(schedule, tiles, programs) if splits > 1 else 1,
         RAW=weight.bits == 4 and x.dtype != torch.float16 and schedule.raw, HAS_BIAS=bias is not None,
         num_warps=schedule.warps,
         maxnreg=65536 // (32 * schedule.warps * schedule.programs_per_sm), **early_launch(x.device),

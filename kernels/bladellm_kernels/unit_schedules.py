@@ -33,8 +33,9 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """`stream_units_kernel`: programs that hold x of `warps` times `steps` steps of K for up to `tokens`, in registers,
-    and go through tiles of `rows` outputs (16 or 32), codes of `depth` of them being asked for ahead."""
+    """`stream_units_kernel`: programs that hold x of `warps` times `steps` steps of K for `tokens`, in registers, and
+    go through tiles of `rows` outputs (16 or 32), codes of `depth` of them being asked for ahead. Of more tokens, up to
+    4 times as many, each tile has its own programs."""
 
     rows: int
     warps: int
@@ -143,10 +144,11 @@ def round_share(schedule: Gemv, tiles: int, steps: int, processors: int) -> int:
     return -(-rounds // splits) * schedule.round
 
 
-def stream_programs(schedule: Streamed, tiles: int, splits: int, processors: int) -> int:
-    """Programs of `stream_units_kernel` that share `tiles` tiles in each of `splits` ranges of K: all run at once."""
-    most = max(1, processors * schedule.programs_per_sm // splits)
-    turns = -(-tiles // most)
+def stream_programs(schedule: Streamed, tiles: int, splits: int, token_tiles: int, processors: int) -> int:
+    """Programs of `stream_units_kernel` that share `tiles` tiles in each of `splits` ranges of K and each tile of
+    tokens: all run at once, and there are not more counters than tiles."""
+    most = min(processors * schedule.programs_per_sm // splits, tiles) // token_tiles
+    turns = -(-tiles // max(1, most))
     return -(-tiles // turns)
 
 

@@ -1,7 +1,9 @@
 """The kernels of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
 
 import dataclasses
+import itertools
 import math
+import random
 import re
 
 import pytest
@@ -27,12 +29,13 @@ CASES = [
     (4, 200, 512, 4, False, 1, Streamed(16, 4, 1, 2)),
     (4, 170, 1024, 16, True, 8, Streamed(16, 4, 1, 3)),
     (4, 333, 1155, 1, True, 13, Streamed(32, 4, 1, 2, 16, 2)),
+    (4, 200, 1024, 8, False, 19, Streamed(16, 4, 1, 1, programs_per_sm=2)),
     (8, 148, 320, 5, False, 2, Streamed(16, 4, 2, 2)),
 ]
 
 
 class InPython:
-    """Stands for a kernel: its programs are run in Python, those that share a tile in random order."""
+    """Stands for a kernel: its programs are run in Python, in random order."""
 
     def __init__(self, kernel) -> None:
         self.kernel = kernel
@@ -41,9 +44,10 @@ class InPython:
         from tests.kernels.gluon_support import run_program
 
         def launch(*arguments, num_warps, maxnreg, **constants) -> None:
-            for tile in range(grid[0]):
-                for split in torch.randperm(grid[1]).tolist():
-                    run_program(self.kernel, (tile, split), False, *arguments, programs=grid[0], **constants)
+            programs = list(itertools.product(*map(range, grid)))
+            random.shuffle(programs)
+            for program in programs:
+                run_program(self.kernel, program, False, *arguments, programs=grid[0], **constants)
 
         return launch
 
@@ -149,7 +153,8 @@ def test_on_cuda(marked, rows, columns, groups, dtype):
         codes, scales, points = layer(rows, columns, groups, bits, zeros, "cuda")
         weight = pack_units(codes, scales, points, bits)
         for schedule in schedules:
-            for tokens in {1, 2, 7, schedule.tokens}:
+            most = schedule.tokens * (4 if isinstance(schedule, Streamed) else 1)
+            for tokens in {1, 2, 7, schedule.tokens, most}:
                 x = torch.randn(tokens, columns, device="cuda").to(dtype)
                 bias = torch.randn(rows, device="cuda").to(dtype) if zeros else None
                 y = torch.full((tokens, rows), torch.nan, dtype=dtype, device="cuda")
