@@ -8,8 +8,9 @@ import re
 
 import pytest
 import torch
+from bladellm_kernels import unit_schedules
 from bladellm_kernels.linear_reference import reference_linear
-from bladellm_kernels.unit_schedules import Gemv, Streamed
+from bladellm_kernels.unit_schedules import Gemv, Streamed, stream_programs
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.prefill_support import hopper
@@ -60,6 +61,7 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     for name in ("gemv_units_kernel", "stream_units_kernel"):
         monkeypatch.setattr(module, name, InPython(getattr(module, name)))
     monkeypatch.setattr(module, "_processors", lambda device: 7)
+    monkeypatch.setattr(unit_schedules, "MOST_SUMS", 512)
     codes, scales, points = layer(rows, columns, groups, bits, zeros)
     weight = pack_units(codes, scales, points, bits)
     x = torch.randn(tokens, columns + 3)[:, :columns]
@@ -71,6 +73,19 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     assert whole[tokens:].isnan().all()
     expected = reference_linear(x, codes, scales, points, MIDDLE[bits], bias)
     assert (whole[:tokens, :rows].double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_streaming_programs_have_counters_and_room():
+    for _ in range(300):
+        rows, splits, token_tiles = random.randint(1, 40000), random.randint(1, 20), random.randint(1, 4)
+        schedule = Streamed(random.choice([16, 32]), 8, 1, 2, programs_per_sm=2)
+        tiles = -(-rows // schedule.rows)
+        programs = stream_programs(schedule, tiles, splits, token_tiles, 132)
+        counters = pack_units(torch.zeros(1, 32, dtype=torch.uint8), torch.ones(1, 1), None, 4).arrived.numel()
+        counters *= -(-rows // 128)
+        assert 1 <= programs <= tiles
+        assert programs * token_tiles <= counters
+        assert programs == 1 or programs * splits * token_tiles <= 264, "all run at once"
 
 
 @pytest.mark.parametrize(("bits", "groups", "zeros"), [(4, 32, False), (4, 64, True), (8, 1, False)])
