@@ -1,14 +1,15 @@
 """Time the linear layers of a decode step with 4- or 8-bit weights on a GPU, several schedules side by side.
 
 python kernels/benchmarks/unit_linear.py [--bits 4] [--group 128] [--zeros] [--tokens 1 8 64] [--layers 32]
-    [--schedules few:16,8,4,256 many:128,32,4,4,3,128 dense:16384] [--no-baseline] [--repeats 9]
+    [--schedules gemv:16,4,4 many:128,32,4,4,3,128 dense:16384] [--no-baseline] [--repeats 9]
 
 Shapes are those of Llama-3-8B. Each figure is one layer's time in a replayed CUDA graph over as many layers as do not
 fit the L2 cache; TB/s counts codes and scales; `share` is that of a kernel that only reads (4.63 TB/s). Every schedule
 is checked against float32 first, its output poisoned. The last table is a whole step's linear layers in one graph, each
 shape with its best schedule and with the default one, and the head in bfloat16.
-gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. few: rows, warps, stages, prefetch. many:
-rows, tokens, warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows.
+gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
+steps, tiles ahead[, tokens of a program, programs an SM]. many: rows, tokens,
+warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.unit_linear import unit_linear
-from bladellm_kernels.unit_schedules import Dense, FewTokens, Gemv, ManyTokens, Schedule, unit_schedule
+from bladellm_kernels.unit_schedules import Dense, Gemv, ManyTokens, Schedule, Streamed, unit_schedule
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from gpu_timing import GpuTimer, machine
 
@@ -29,18 +30,14 @@ HEAD = (128256, 4096)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 READ_BYTES_PER_S = 4.63e12
 COLD_BYTES = 256 * 2**20
-FEW_TOKENS = (
-    "gemv:16,8,4,8,1,0,80 gemv:16,8,2 gemv:16,8,1,8,1,0,64 gemv:16,16,1,8,1,0,64 gemv:16,4,4 gemv:32,16,1 gemv:32,16,2 "
-    "gemv:32,8,2 gemv:32,8,1,8,1,2 few:16,4,5,256 few:32,4,4,256 many:128,16,4,4,4,128"
-)
 CANDIDATES = {
-    8: FEW_TOKENS,
-    16: "gemv:32,8,1,16 gemv:32,8,1,16,1,2 gemv:64,4,1,16,2 gemv:64,4,1,16,2,2 gemv:64,8,1,16,1,1 "
-    "many:128,16,4,4,2,128 many:128,16,4,4,4,128",
-    32: "gemv:64,8,1,32,1,1 gemv:64,4,1,32,2,1 gemv:64,4,1,32,2,2 gemv:128,4,1,32,2,1 gemv:128,2,1,32,4,1 "
-    "gemv:128,2,1,32,4,2 many:128,32,8,4,2,128",
-    64: "gemv:128,2,1,64,4,1 gemv:64,4,1,64,2,1 gemv:64,2,1,64,4,1 many:64,64,4,3,3,128 many:128,64,4,3,2,128 "
-    "many:128,64,8,4,1,128 many:128,64,8,4,2,128 many:256,64,8,3,1,128,1",
+    8: "gemv:16,8,4,8,1,0,80 gemv:16,4,4 gemv:32,8,1,8,1,2 stream:16,16,2,2 stream:16,16,2,1 stream:16,16,2,3 "
+    "stream:16,8,2,2,8,2 stream:16,16,1,3 stream:16,8,1,4,8,2 stream:32,8,1,2,8,2",
+    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 stream:16,16,1,3,16 stream:16,16,1,2,16 "
+    "stream:16,8,1,2,16,2 stream:16,16,2,2",
+    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32 stream:16,8,1,2,32,2 "
+    "stream:16,16,1,3,16",
+    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32",
     128: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,64,8,3,1,128,1 dense:16384",
     256: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,128,8,3,1,128,1 "
     "many:128,256,8,3,1,128,1 dense:8192 dense:32768",
@@ -89,25 +86,30 @@ def make_shape(name: str, arguments: argparse.Namespace) -> Shape:
 def parse_schedule(text: str) -> Schedule:
     kind, _, numbers = text.partition(":")
     values = [int(number) for number in numbers.split(",")]
-    return {"gemv": Gemv, "few": FewTokens, "many": ManyTokens, "dense": Dense}[kind](*values)
+    return {"gemv": Gemv, "stream": Streamed, "many": ManyTokens, "dense": Dense}[kind](*values)
 
 
-def schedules(tokens: int, given: list[str]) -> list[Schedule]:
+def default_schedule(tokens: int, shape: Shape) -> Schedule:
+    return unit_schedule(tokens, *SHAPES[shape.name])
+
+
+def schedules(tokens: int, shape: Shape, given: list[str]) -> list[Schedule]:
+    """The default one and the candidates for so many tokens."""
     names = given or CANDIDATES[next(most for most in CANDIDATES if tokens <= most)].split()
     made = [parse_schedule(name) for name in names]
-    default = unit_schedule(tokens, SHAPES["qkv"][0])
-    fitting = [one for one in [default, *made] if not isinstance(one, FewTokens | Gemv) or tokens <= one.tokens]
+    fitting = [
+        one for one in [default_schedule(tokens, shape), *made] if not isinstance(one, Gemv) or tokens <= one.tokens
+    ]
     return list(dict.fromkeys(fitting))
 
 
 def compile_all(shapes: list[Shape], arguments: argparse.Namespace) -> None:
-    """Run every schedule of every number of tokens once, many at a time, on a small and a large layer, K being
-    split in one of them only, and on a long one."""
+    """Run every schedule of every number of tokens once on a layer of each shape, many at a time."""
     wanted = []
     for tokens in arguments.tokens:
-        for shape in shapes[1:]:
+        for shape in shapes:
             x = torch.randn(tokens, shape.columns, device="cuda").bfloat16()
-            wanted += [(x, shape.layers[0], schedule) for schedule in schedules(tokens, arguments.schedules)]
+            wanted += [(x, shape.layers[0], schedule) for schedule in schedules(tokens, shape, arguments.schedules)]
     with ThreadPoolExecutor(arguments.threads) as pool:
         list(pool.map(lambda job: unit_linear(job[0], job[1], schedule=job[2]), wanted))
     torch.cuda.synchronize()
@@ -132,7 +134,7 @@ def measure(shape: Shape, tokens: int, arguments: argparse.Namespace) -> Iterato
         weights = [torch.randn(shape.rows, shape.columns, device="cuda").bfloat16() for _ in range(4)]
         seconds = timer.replayed([lambda w=w: F.linear(x, w) for w in weights * 2]) / 8
         yield f"| {tokens} | {shape.name} | bfloat16, cuBLAS | {seconds * 1e6:.1f} | | | |"
-    for schedule in schedules(tokens, arguments.schedules):
+    for schedule in schedules(tokens, shape, arguments.schedules):
         error = worst_error(shape, x, schedule)
         works = [lambda w=w, s=schedule: unit_linear(x, w, out=y, schedule=s) for w in layers]
         seconds = timer.replayed(works) / len(works)
@@ -151,7 +153,7 @@ def step_seconds(shapes: list[Shape], tokens: int, head: torch.Tensor, timer: Gp
     works = []
     for layer in range(len(shapes[0].layers)):
         for shape in shapes:
-            schedule = unit_schedule(tokens, shape.rows) if default else shape.best[tokens]
+            schedule = default_schedule(tokens, shape) if default else shape.best[tokens]
             x, weight, y = inputs[shape.name], shape.layers[layer], outputs[shape.name]
             works.append(lambda x=x, w=weight, y=y, s=schedule: unit_linear(x, w, out=y, schedule=s))
     works.append(lambda: F.linear(inputs["o"], head))

@@ -202,7 +202,7 @@ def _fetch_round(
         else:
             units += (gl.load(places, mask=start + warp + row * 0 + pair * 0 < weight.steps, other=0),)
         scales += (
-            _factors(
+            load_factors(
                 weight.scales + factor,
                 weight.steps,
                 weight.groups,
@@ -215,7 +215,7 @@ def _fetch_round(
             ),
         )
         zeros += (
-            _factors(
+            load_factors(
                 weight.zeros + factor, weight.steps, weight.groups, start, SHAPE.has_zeros, SHAPE, ROWS, WARPS, LEFT
             ),
         )
@@ -223,7 +223,7 @@ def _fetch_round(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _factors(
+def load_factors(
     factors: gl.tensor,
     steps: gl.tensor,
     groups: gl.tensor,
@@ -284,7 +284,7 @@ def _multiply_round(
     places = (warp * SHAPE.step + unit) * x_step + gl.minimum(token, tokens - 1) * x_stride
     PARTS: gl.constexpr = SHAPE.parts
     for index in gl.static_range(STEPS):
-        parts = _parts(units[index], zeros[index], x.dtype.element_ty, SHAPE, ROWS, WARPS, ROW_WARPS)
+        parts = unit_operands(units[index], zeros[index], x.dtype.element_ty, SHAPE, ROWS, WARPS, ROW_WARPS)
         sums = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, SUMS)
         for part in gl.static_range(PARTS):
             start = (first_step + index * WARPS) * SHAPE.step + part * UNITS
@@ -293,7 +293,7 @@ def _multiply_round(
             else:
                 known = start + warp * SHAPE.step + unit + token * 0 < columns
                 numbers = gl.load(x + start * x_step + places, mask=known, other=0.0)
-            right = gl.convert_layout(gl.permute(_interleaved(numbers, TOKENS, WARPS), (0, 2, 1)), RIGHT)
+            right = gl.convert_layout(gl.permute(interleaved(numbers, TOKENS, WARPS), (0, 2, 1)), RIGHT)
             sums = mma_v2(parts[part], right, sums)
             if SHAPE.group_steps != 0 and (part + 1) % SHAPE.group_parts == 0:
                 total += sums * scales[index][part // SHAPE.group_parts].to(gl.float32)[:, :, None]
@@ -304,7 +304,7 @@ def _multiply_round(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _interleaved(numbers: gl.tensor, ROWS: gl.constexpr, WARPS: gl.constexpr) -> gl.tensor:
+def interleaved(numbers: gl.tensor, ROWS: gl.constexpr, WARPS: gl.constexpr) -> gl.tensor:
     """[WARPS, ROWS, 32] with input 8 i + 2 j + k as number 8 j + 2 i + k: a thread's eight are where the operands of a
     product have them."""
     split = gl.permute(gl.reshape(numbers, [WARPS, ROWS, 4, 4, 2]), (0, 1, 3, 2, 4))
@@ -312,7 +312,7 @@ def _interleaved(numbers: gl.tensor, ROWS: gl.constexpr, WARPS: gl.constexpr) ->
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _parts(
+def unit_operands(
     pairs: gl.tensor,
     zeros: gl.tuple,
     dtype: gl.constexpr,
@@ -325,7 +325,7 @@ def _parts(
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_layout(WARPS, ROW_WARPS), k_width=2)
     # Pairs stay whole until here: numbers of 16 bits that live through a loop are taken apart and put together.
     units = gl.reshape(gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)), [WARPS, ROWS, UNITS])
-    units = gl.convert_layout(_interleaved(units, ROWS, WARPS), LEFT)
+    units = gl.convert_layout(interleaved(units, ROWS, WARPS), LEFT)
     if SHAPE.plain:
         parts = _plain_parts(units, zeros, dtype, SHAPE)
     elif SHAPE.bits == 4 and dtype == gl.bfloat16:

@@ -8,18 +8,20 @@ import triton
 
 from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
 from bladellm_kernels.early_launch import early_launch
-from bladellm_kernels.few_tokens_triton import few_tokens_kernel
 from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.row_blocks import block_slices
+from bladellm_kernels.stream_units_gluon import stream_units_kernel
 from bladellm_kernels.unit_schedules import (
     Dense,
-    FewTokens,
     Gemv,
     ManyTokens,
     Schedule,
+    Streamed,
     round_share,
     split_count,
+    stream_programs,
+    stream_turns,
     unit_schedule,
 )
 from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
@@ -44,11 +46,11 @@ def unit_linear(
         raise ValueError(f"out must be {x.dtype} [{len(x)}, {weight.rows}], rows contiguous, got {y.dtype} {y.shape}")
     if not len(x):
         return y
-    chosen = schedule or unit_schedule(len(x), weight.rows)
+    chosen = schedule or unit_schedule(len(x), weight.rows, weight.columns)
     if isinstance(chosen, Gemv):
         _gemv(x, weight, bias, y, chosen)
-    elif isinstance(chosen, FewTokens):
-        _few_tokens(x, weight, bias, y, chosen)
+    elif isinstance(chosen, Streamed):
+        _streamed(x, weight, bias, y, chosen)
     elif isinstance(chosen, ManyTokens):
         _many_tokens(x, weight, bias, y, chosen)
     else:
@@ -84,15 +86,24 @@ def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: tor
     )  # fmt: skip
 
 
-def _few_tokens(
-    x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: FewTokens
+def _streamed(
+    x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: torch.Tensor, schedule: Streamed
 ) -> None:
-    few_tokens_kernel[(triton.cdiv(weight.rows, schedule.rows),)](
-        x, _arguments(weight), y if bias is None else bias, y, x.stride(0), x.stride(1), y.stride(0),
-        len(x), weight.rows, weight.columns,
-        SHAPE=_shape(weight, schedule.warps, x), ROWS=schedule.rows, TOKENS=schedule.tokens, WARPS=schedule.warps,
-        STAGES=schedule.stages, PREFETCH=schedule.prefetch, HAS_BIAS=bias is not None,
-        num_warps=schedule.warps, **early_launch(x.device),
+    tiles, splits = triton.cdiv(weight.rows, schedule.rows), triton.cdiv(weight.steps, schedule.round)
+    token_tiles = triton.cdiv(len(x), schedule.tokens)
+    if token_tiles > TOKEN_TILES:
+        raise ValueError(f"{schedule} is for up to {TOKEN_TILES} times its tokens, got {len(x)}")
+    programs = stream_programs(schedule, tiles, splits, token_tiles, _processors(x.device))
+    room = token_tiles * tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
+    stream_units_kernel[(programs, splits, token_tiles)](
+        x, _arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y if bias is None else bias, y,
+        x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), y.stride(0), len(x),
+        weight.rows, weight.columns, tiles, SHAPE=_shape(weight, schedule.round, x), ROWS=schedule.rows,
+        TOKENS=schedule.tokens, WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits,
+        TURNS=stream_turns(schedule, tiles, programs) if splits > 1 else 1,
+        RAW=weight.bits == 4 and x.dtype != torch.float16 and schedule.raw, HAS_BIAS=bias is not None,
+        num_warps=schedule.warps,
+        maxnreg=65536 // (32 * schedule.warps * schedule.programs_per_sm), **early_launch(x.device),
     )  # fmt: skip
 
 

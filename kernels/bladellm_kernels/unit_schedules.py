@@ -5,6 +5,7 @@ The best of those that `kernels/benchmarks/unit_linear.py` timed on an H200 with
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,27 @@ class Gemv:
 
 
 @dataclass(frozen=True, slots=True)
-class FewTokens:
-    """`few_tokens_kernel`: programs of `rows` outputs (16, 32 or 64), their `warps` along K, for up to `tokens`.
-
-    prefetch: lines of 128 bytes of the weight each program asks for before it waits for its inputs, a power of two.
-    """
+class Streamed:
+    """`stream_units_kernel`: programs that hold x of `warps` times `steps` steps of K for `tokens`, in registers, and
+    go through tiles of `rows` outputs (16 or 32), codes of `depth` of them being asked for ahead. Of more tokens, up to
+    4 times as many, each tile has its own programs."""
 
     rows: int
     warps: int
-    stages: int
-    prefetch: int = 256
+    steps: int
+    depth: int
     tokens: int = 8
+    programs_per_sm: int = 1
+
+    @property
+    def round(self) -> int:
+        """Steps of a program."""
+        return self.warps * self.steps
+
+    @property
+    def raw(self) -> bool:
+        """Whether codes are multiplied as `128 + code`: there must be registers left for the sums of x."""
+        return self.steps * self.tokens <= 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +79,54 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = Gemv | FewTokens | ManyTokens | Dense
+Schedule = Gemv | Streamed | ManyTokens | Dense
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""
 
-NARROW_ROWS = 8192
-"""Up to so many outputs, small tiles are what fills the GPU."""
+MOST_SUMS = 8192
+"""Sums that a program of `stream_units_kernel` adds up at a time."""
+
+Kind = Literal["small", "middle", "wide", "long"]
+
+LONG_COLUMNS = 8192
+SMALL_ROWS, MIDDLE_ROWS = 4096, 8192
+
+_MANY_16 = ManyTokens(rows=128, tokens=16, warps=4, stages=4, programs_per_sm=4)
+_MANY_32 = ManyTokens(rows=128, tokens=32, warps=8, stages=4, programs_per_sm=2)
+_MANY_64 = ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
+_MANY_64_WIDE = ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_sm=2)
+_MANY_128 = ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
+_GEMV = Gemv(rows=16, warps=4, steps=4)
+_GEMV_SMALL = Gemv(rows=16, warps=8, steps=4, registers=80)
+_GEMV_LONG = Gemv(rows=32, warps=8, steps=1, programs_per_sm=2)
+_GEMV_16 = Gemv(rows=64, warps=4, steps=1, tokens=16, row_warps=2, programs_per_sm=2)
+_GEMV_32 = Gemv(rows=64, warps=4, steps=1, tokens=32, row_warps=2, programs_per_sm=1)
+
+SCHEDULES: dict[int, dict[Kind, Schedule]] = {
+    8: {"small": _GEMV_SMALL, "middle": _GEMV, "wide": _GEMV, "long": _GEMV_LONG},
+    16: {"small": _GEMV_16, "middle": _GEMV_16, "wide": _MANY_16, "long": _GEMV_16},
+    32: {"small": _GEMV_32, "middle": _MANY_32, "wide": _MANY_32, "long": _MANY_32},
+    64: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64_WIDE, "long": _MANY_64},
+    128: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64, "long": _MANY_64},
+    256: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_128, "long": _MANY_64},
+}
+"""By the largest number of tokens, and the kind of weight; beyond them `Dense`."""
 
 
-def unit_schedule(tokens: int, rows: int) -> Schedule:
-    """The schedule for x of `tokens` rows and a weight of `rows` outputs."""
-    if tokens <= 16:
-        return ManyTokens(rows=128, tokens=16, warps=4, stages=4, programs_per_sm=4)
-    if tokens <= 32:
-        return ManyTokens(rows=128, tokens=32, warps=8, stages=4, programs_per_sm=2)
-    if tokens <= 128 or (tokens <= 256 and rows <= NARROW_ROWS):
-        return ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
-    if tokens <= 256:
-        return ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
-    return Dense()
+def unit_schedule(tokens: int, rows: int, columns: int) -> Schedule:
+    """The schedule for x of `tokens` rows and a weight [rows, columns]."""
+    kind = weight_kind(rows, columns)
+    return next((kinds[kind] for most, kinds in SCHEDULES.items() if tokens <= most), Dense())
+
+
+def weight_kind(rows: int, columns: int) -> Kind:
+    """Of Llama-3-8B's layers: small is o, middle qkv, wide gate-up, long down."""
+    if rows > MIDDLE_ROWS:
+        return "wide"
+    if columns >= LONG_COLUMNS:
+        return "long"
+    return "small" if rows <= SMALL_ROWS else "middle"
 
 
 def split_count(schedule: ManyTokens, tiles: int, steps: int, processors: int) -> int:
@@ -103,3 +142,17 @@ def round_share(schedule: Gemv, tiles: int, steps: int, processors: int) -> int:
     rounds = -(-steps // schedule.round)
     splits = max(1, min(processors * schedule.programs_per_sm // tiles, rounds))
     return -(-rounds // splits) * schedule.round
+
+
+def stream_programs(schedule: Streamed, tiles: int, splits: int, token_tiles: int, processors: int) -> int:
+    """Programs of `stream_units_kernel` that share `tiles` tiles in each of `splits` ranges of K and each tile of
+    tokens: all run at once, and there are not more counters than tiles."""
+    most = min(processors * schedule.programs_per_sm // splits, tiles) // token_tiles
+    turns = -(-tiles // max(1, most))
+    return -(-tiles // turns)
+
+
+def stream_turns(schedule: Streamed, tiles: int, programs: int) -> int:
+    """Tiles of one of `programs` programs whose splits are added up at a time: what the registers hold."""
+    tiles_each = -(-tiles // programs)
+    return min(1 << (tiles_each - 1).bit_length(), MOST_SUMS // (schedule.rows * schedule.tokens))

@@ -81,6 +81,18 @@ def _nibbles(kind: str, one: int) -> tl.constexpr:
     }}""")
 
 
+RAW_NIBBLES_BF16 = tl.constexpr("""{
+        .reg .b32 s1, s2, s3, one;
+        mov.b32 one, 0x43004300;
+        shr.u32 s1, $4, 4;
+        shr.u32 s2, $4, 8;
+        shr.u32 s3, $4, 12;
+        lop3.b32 $0, $4, 0x000f000f, one, 0xea;
+        lop3.b32 $1, s1, 0x000f000f, one, 0xea;
+        lop3.b32 $2, s2, 0x000f000f, one, 0xea;
+        lop3.b32 $3, s3, 0x000f000f, one, 0xea;
+    }""")
+"""Four nibbles of two units each, plus 128."""
 NIBBLES_BF16 = _nibbles("bf16x2", 0x43004300)
 NIBBLES_FP16 = _nibbles("f16x2", 0x64006400)
 # 128 + (c & 127), less 128 where the high bit is set and 256 where it is not. lop3 0xae is (~a & b) | c.

@@ -74,6 +74,9 @@ class Shared:
     def store(self, value) -> None:
         self.data.copy_(value)
 
+    def load(self, layout) -> torch.Tensor:
+        return self.data.clone()
+
 
 class Later:
     """Work in order, done at once or when a wait leaves fewer outstanding."""
@@ -180,7 +183,7 @@ class Machine:
             inline_asm_elementwise=self.assembly,
             constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
-                             "DistributedLinearLayout"), _nothing),
+                             "DistributedLinearLayout", "SwizzledSharedLayout"), _nothing),
             NVMMASharedLayout=anything(get_default_for=_nothing),
         )  # fmt: skip
         return {

@@ -1,15 +1,20 @@
-"""The kernel of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
+"""The kernels of `unit_linear` for a few tokens: run in Python, compiled without a GPU, and on one."""
 
+import dataclasses
+import itertools
 import math
+import random
 import re
 
 import pytest
 import torch
+from bladellm_kernels import unit_schedules
 from bladellm_kernels.linear_reference import reference_linear
-from bladellm_kernels.unit_schedules import Gemv
+from bladellm_kernels.unit_schedules import Gemv, Streamed, stream_programs
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.prefill_support import hopper
+from tests.kernels.test_ragged_decode_triton import resources
 from tests.kernels.test_ragged_prefill_sdpa import ON_CUDA
 from tests.kernels.test_unit_linear import MIDDLE, layer
 
@@ -21,21 +26,29 @@ CASES = [
     (8, 48, 320, 5, False, 2, Gemv(16, 2, 2)),
     (4, 300, 896, 7, True, 11, Gemv(128, 2, 1, 16, 2, programs_per_sm=1)),
     (4, 64, 1000, 1, True, 2, Gemv(64, 1, 2, programs_per_sm=1)),
+    (4, 40, 1024, 8, True, 8, None),
+    (4, 200, 512, 4, False, 1, Streamed(16, 4, 1, 2)),
+    (4, 170, 1024, 16, True, 8, Streamed(16, 4, 1, 3)),
+    (4, 333, 1155, 1, True, 13, Streamed(32, 4, 1, 2, 16, 2)),
+    (4, 200, 1024, 8, False, 19, Streamed(16, 4, 1, 1, programs_per_sm=2)),
+    (8, 148, 320, 5, False, 2, Streamed(16, 4, 2, 2)),
 ]
 
 
 class InPython:
-    """Stands for the kernel: its programs are run in Python, those that share a tile in random order."""
+    """Stands for a kernel: its programs are run in Python, in random order."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
 
     def __getitem__(self, grid):
-        from bladellm_kernels import gemv_units_gluon as module
-
         from tests.kernels.gluon_support import run_program
 
         def launch(*arguments, num_warps, maxnreg, **constants) -> None:
-            for tile in range(grid[0]):
-                for split in torch.randperm(grid[1]).tolist():
-                    run_program(module.gemv_units_kernel, (tile, split), False, *arguments, **constants)
+            programs = list(itertools.product(*map(range, grid)))
+            random.shuffle(programs)
+            for program in programs:
+                run_program(self.kernel, program, False, *arguments, programs=grid[0], **constants)
 
         return launch
 
@@ -45,8 +58,10 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     pytest.importorskip("triton")
     from bladellm_kernels import unit_linear as module
 
-    monkeypatch.setattr(module, "gemv_units_kernel", InPython())
+    for name in ("gemv_units_kernel", "stream_units_kernel"):
+        monkeypatch.setattr(module, name, InPython(getattr(module, name)))
     monkeypatch.setattr(module, "_processors", lambda device: 7)
+    monkeypatch.setattr(unit_schedules, "MOST_SUMS", 512)
     codes, scales, points = layer(rows, columns, groups, bits, zeros)
     weight = pack_units(codes, scales, points, bits)
     x = torch.randn(tokens, columns + 3)[:, :columns]
@@ -58,6 +73,19 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     assert whole[tokens:].isnan().all()
     expected = reference_linear(x, codes, scales, points, MIDDLE[bits], bias)
     assert (whole[:tokens, :rows].double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_streaming_programs_have_counters_and_room():
+    for _ in range(300):
+        rows, splits, token_tiles = random.randint(1, 40000), random.randint(1, 20), random.randint(1, 4)
+        schedule = Streamed(random.choice([16, 32]), 8, 1, 2, programs_per_sm=2)
+        tiles = -(-rows // schedule.rows)
+        programs = stream_programs(schedule, tiles, splits, token_tiles, 132)
+        counters = pack_units(torch.zeros(1, 32, dtype=torch.uint8), torch.ones(1, 1), None, 4).arrived.numel()
+        counters *= -(-rows // 128)
+        assert 1 <= programs <= tiles
+        assert programs * token_tiles <= counters
+        assert programs == 1 or programs * splits * token_tiles <= 264, "all run at once"
 
 
 @pytest.mark.parametrize(("bits", "groups", "zeros"), [(4, 32, False), (4, 64, True), (8, 1, False)])
@@ -88,6 +116,40 @@ def test_codes_go_from_memory_to_the_tensor_cores_in_registers(bits, groups, zer
     assert "local" not in text
 
 
+@pytest.mark.parametrize(
+    ("columns", "schedule"), [(4096, Streamed(16, 16, 2, 2)), (14336, Streamed(16, 8, 2, 2, 8, 2))]
+)
+@pytest.mark.parametrize(("groups_per_step", "zeros"), [(1, False), (1, True), (0, False)])
+def test_x_stays_in_registers(columns, schedule, groups_per_step, zeros, tmp_path):
+    """A program asks for its first tiles before it waits, for x once, and for no code in its loop but of a later tile;
+    neither passes through shared memory, and nothing is spilled."""
+    pytest.importorskip("triton")
+    from bladellm_kernels import stream_units_gluon as module
+    from bladellm_kernels import unit_linear
+
+    codes, scales, points = layer(64, columns, max(1, columns // 128 * groups_per_step), 4, zeros)
+    weight = pack_units(codes, scales, points, 4)
+    x, y = torch.zeros(2, columns).bfloat16(), torch.zeros(2, 4096).bfloat16()
+    shape = dataclasses.replace(unit_linear._shape(weight, schedule.round, x), plain=False)
+    splits = weight.steps // schedule.round
+    with hopper(module.stream_units_kernel):
+        compiled = module.stream_units_kernel.warmup(
+            x, unit_linear._arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y, y, torch.zeros(4),
+            weight.arrived, columns, 1, 4096, 2, 4096, columns, 256, SHAPE=shape, ROWS=16, TOKENS=8,
+            WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits, TURNS=8, RAW=True,
+            HAS_BIAS=False, EARLY=True, num_warps=schedule.warps, maxnreg=128, launch_pdl=True, grid=(1,),
+        )  # fmt: skip
+    text = compiled.asm["ptx"]
+    wide = [match.start() for match in re.finditer(r"ld\.global\S*v4\.b32", text)]
+    ready, looped = text.index("griddepcontrol.wait"), text.index("st.shared")
+    tile = 2 * schedule.steps
+    assert sum(place < ready for place in wide) == tile * schedule.depth
+    assert sum(ready < place < looped for place in wide) == 4 * schedule.steps + tile, "x, and one more tile"
+    assert sum(place > looped for place in wide) == tile * (schedule.depth - 1)
+    assert "ld.shared" not in text[:looped]
+    assert resources(compiled, tmp_path)[1] == 0
+
+
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
 @pytest.mark.parametrize(("rows", "columns", "groups"), [(1024, 4096, 32), (130, 192, 3), (64, 160, 5), (333, 1155, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -96,11 +158,18 @@ def test_on_cuda(marked, rows, columns, groups, dtype):
 
     schedules = [Gemv(16, 8, 4, registers=88), Gemv(16, 16, 1), Gemv(32, 16, 2), Gemv(64, 4, 1, 16, 2, 2)]
     schedules += [Gemv(128, 4, 1, 32, 2, 1)]
+    schedules += [
+        Streamed(16, 16, 2, 2),
+        Streamed(16, 8, 2, 2, 8, 2),
+        Streamed(16, 16, 1, 2, 16),
+        Streamed(32, 8, 1, 2),
+    ]
     for bits, zeros in ((4, False), (4, True), (8, False)):
         codes, scales, points = layer(rows, columns, groups, bits, zeros, "cuda")
         weight = pack_units(codes, scales, points, bits)
         for schedule in schedules:
-            for tokens in {1, 2, 7, schedule.tokens}:
+            most = schedule.tokens * (4 if isinstance(schedule, Streamed) else 1)
+            for tokens in {1, 2, 7, schedule.tokens, most}:
                 x = torch.randn(tokens, columns, device="cuda").to(dtype)
                 bias = torch.randn(rows, device="cuda").to(dtype) if zeros else None
                 y = torch.full((tokens, rows), torch.nan, dtype=dtype, device="cuda")
