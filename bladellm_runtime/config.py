@@ -20,6 +20,7 @@ Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 AttnCls = Literal["ragged_flash", "paged"]
 KvCacheQuant = Literal["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
 KvArenaKind = Literal["auto", "memfd", "cuda", "relocating"]
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
 GIB = 1024**3
 MIXED_FORMATS = {
     "mix_f852i4": "int8 or int4_affine",
@@ -70,8 +71,12 @@ class EngineArgs:
     max_running_requests: int = flag(
         256, "Requests that run at once (slots); more wait in the queue.", group="Engine", low=1, high=4096
     )
-    ragged_flash_max_batch_tokens: int = flag(
-        2048, "Most tokens in one step, decode rows and prefill chunks together.", group="Engine", low=1, high=2**20
+    ragged_flash_max_batch_tokens: int | None = flag(
+        None,
+        "Most tokens in one step, decode rows and prefill chunks together; default: 8192 on a GPU, 2048 on a CPU.",
+        group="Engine",
+        low=1,
+        high=2**20,
     )
     prefill_chunk_tokens: int | None = flag(
         None,
@@ -166,6 +171,11 @@ class EngineArgs:
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
                 raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
+
+    @property
+    def step_tokens(self) -> int:
+        """`ragged_flash_max_batch_tokens`, or its default on a CPU."""
+        return self.ragged_flash_max_batch_tokens or CPU_STEP_TOKENS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from bladellm_kernels.decode_work import DecodeWorkspace
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
-from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.config import GIB, GPU_STEP_TOKENS, EngineArgs
 from bladellm_runtime.engine.compile_kernels import compile_ahead, keep_kernel_list
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
@@ -93,6 +93,8 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
         torch.empty(1, device=device)  # the first tensor makes a GPU's context, which takes a second
         if device.type == "cpu":
             use_threads(args.cpu_threads)
+        elif args.ragged_flash_max_batch_tokens is None:
+            args = replace(args, ragged_flash_max_batch_tokens=GPU_STEP_TOKENS)
         dtype = pick_dtype(args.dtype, spec.dtype, device)
         max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
         shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
@@ -200,8 +202,8 @@ def plan_prefill(spec: ModelSpec, dtype: torch.dtype, arena: KvArena, limits: Sc
 def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:
     """The scheduler's view of the flags."""
     return SchedulerLimits(
-        max_batch_tokens=args.ragged_flash_max_batch_tokens,
-        prefill_chunk_tokens=args.prefill_chunk_tokens or args.ragged_flash_max_batch_tokens,
+        max_batch_tokens=args.step_tokens,
+        prefill_chunk_tokens=args.prefill_chunk_tokens or args.step_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(spec.eos_token_ids),
         vocab_size=spec.vocab_size,

@@ -42,7 +42,7 @@ class MemoryTable:
 
 def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     """An upper bound of a step's activations: residual, QKV, MLP and attention scratch of its tokens, and logits."""
-    tokens = args.ragged_flash_max_batch_tokens
+    tokens = args.step_tokens
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
     logits = 3 * min(tokens, args.max_running_requests) * spec.vocab_size * 4

@@ -32,7 +32,7 @@ def mixed_sizes(args: EngineArgs) -> list[int]:
     """The token counts to capture, ascending; none above what a step may have."""
     if args.disable_cuda_graph:
         return []
-    most = args.ragged_flash_max_batch_tokens
+    most = args.step_tokens
     wanted = args.cuda_graph_prefill_tokens or DEFAULT_SIZES
     return sorted({min(size, most) for size in wanted if size})
 

@@ -40,9 +40,9 @@ def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool) -> Non
 
 
 def thorough_groups(limits: SchedulerLimits) -> list[Group]:
-    """Prompts of every kind of length alone, one of two chunks, all ways of sampling alone and side by side."""
+    """Prompts of every kind of length alone, some of two chunks, and all ways of sampling alone and side by side."""
     chunk = min(limits.prefill_chunk_tokens, limits.max_batch_tokens)
-    lengths = sorted({*LENGTHS, chunk, chunk + 21})
+    lengths = sorted({*LENGTHS, chunk, chunk + 21, chunk + 600})
     return [
         *([(length, GREEDY)] for length in lengths),
         *([(5, way)] for way in WAYS),

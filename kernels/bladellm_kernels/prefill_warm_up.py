@@ -18,7 +18,7 @@ from bladellm_kernels.prefill_sdpa import cudnn_attention, in_place, longest_pie
 from bladellm_kernels.ragged_prefill_attention import cudnn_takes
 
 # Longest time for plans: what is not planned by then is never asked of cuDNN. One plan more may be under way.
-PLAN_SECONDS = 6.0
+PLAN_SECONDS = 4.0
 
 logger = logging.getLogger(__name__)
 

@@ -99,10 +99,8 @@ def ragged_decode_kernel(
             state, next_granule = _attend(
                 queries, kv, span, next_span, granule, row, block + skipped, stop + skipped, window, SHAPE
             )
-            if (block == first) & (stop == last) & _is_whole(span, SHAPE):
-                store_output(state, out, sequence, head, row, SHAPE)
-            else:
-                store_partial(state, states, program + sequence, head, row, SHAPE)
+            whole = (block == first) & (stop == last) & _is_whole(span, SHAPE)
+            _store(state, out, states, whole, sequence, program + sequence, head, row, SHAPE)
             block = stop
         else:
             next_granule = first_granule(kv, next_span, next_span.lowest, SHAPE)
@@ -112,6 +110,25 @@ def ragged_decode_kernel(
         span = next_span
         numbers = next_numbers
         granule = next_granule
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    state: tl.tuple,
+    out: tl.tuple,
+    states: tl.tuple,
+    whole: tl.tensor,
+    sequence: tl.tensor,
+    segment: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> None:
+    """The state of a segment: the sequence's output where it is all of it."""
+    if whole:
+        store_output(state, out, sequence, head, row, SHAPE)
+    else:
+        store_partial(state, states, segment, head, row, SHAPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

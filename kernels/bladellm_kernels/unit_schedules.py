@@ -98,14 +98,16 @@ _MANY_64 = ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
 _MANY_64_WIDE = ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_sm=2)
 _MANY_128 = ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
 _GEMV = Gemv(rows=16, warps=4, steps=4)
-_GEMV_SMALL = Gemv(rows=16, warps=8, steps=4, registers=80)
-_GEMV_LONG = Gemv(rows=32, warps=8, steps=1, programs_per_sm=2)
+_STREAM = Streamed(rows=16, warps=16, steps=2, depth=1)
+_STREAM_WIDE = Streamed(rows=16, warps=16, steps=2, depth=2)
+_STREAM_LONG = Streamed(rows=16, warps=8, steps=2, depth=2, programs_per_sm=2)
+_STREAM_16 = Streamed(rows=16, warps=16, steps=2, depth=1, tokens=16)
 _GEMV_16 = Gemv(rows=64, warps=4, steps=1, tokens=16, row_warps=2, programs_per_sm=2)
 _GEMV_32 = Gemv(rows=64, warps=4, steps=1, tokens=32, row_warps=2, programs_per_sm=1)
 
 SCHEDULES: dict[int, dict[Kind, Schedule]] = {
-    8: {"small": _GEMV_SMALL, "middle": _GEMV, "wide": _GEMV, "long": _GEMV_LONG},
-    16: {"small": _GEMV_16, "middle": _GEMV_16, "wide": _MANY_16, "long": _GEMV_16},
+    8: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_WIDE, "long": _STREAM_LONG},
+    16: {"small": _STREAM_16, "middle": _STREAM_16, "wide": _MANY_16, "long": _GEMV_16},
     32: {"small": _GEMV_32, "middle": _MANY_32, "wide": _MANY_32, "long": _MANY_32},
     64: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64_WIDE, "long": _MANY_64},
     128: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64, "long": _MANY_64},
