@@ -2,7 +2,7 @@
 
 The warps of a program each hold their part of x and go through tiles of outputs; of several tiles the codes are on
 their way into registers, the first ones asked for before the kernel's inputs are ready. Per tile the warps add up their
-sums through shared memory, at one barrier. Operands are laid out as in `gemv_units_gluon.py`. Codes of 4 bits are
+sums through shared memory, at one barrier. Operands are laid out as in `unit_operands_gluon.py`. Codes of 4 bits are
 multiplied as `128 + code`, which takes no arithmetic, each sum beginning at `-(128 + zero) · Σx`.
 """
 
@@ -11,40 +11,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.gemv_units_gluon import (
+from bladellm_kernels.stream_sums_gluon import (
+    Outputs,
+    add_warps,
+    added_layout,
+    finish,
+    join_splits,
+    leave_sums,
+    new_exchanges,
+)
+from bladellm_kernels.unit_operands_gluon import (
     STEP_PAIRS,
-    TILE_ROWS,
     UNITS,
+    Inputs,
     codes_layout,
+    first_row,
     inputs_layout,
     interleaved,
     load_factors,
+    raw_operands,
     sums_layout,
     unit_operands,
 )
-from bladellm_kernels.weight_units_triton import RAW_NIBBLES_BF16
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def exchange_layout() -> gl.SwizzledSharedLayout:
-    """Of sums [warps, outputs] in shared memory: four warps' sums of the same output lie in different banks."""
-    return gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def added_layout(warps: int, outputs: int) -> gl.DistributedLinearLayout:
-    """Of the same on the way from there: a thread adds up every fourth warp's sums."""
-    across = [[0, 8 << bit] for bit in range(outputs.bit_length() - 4)]
-    warp_bits = warps.bit_length() - 1
-    in_warps = (across + [[0, 0]] * warp_bits)[:warp_bits]
-    deep = [[4 << bit, 0] for bit in range(warp_bits - 2)]
-    lanes = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(deep + across[warp_bits:], lanes, in_warps, [], [warps, outputs])
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def flat_layout(warps: int) -> gl.BlockedLayout:
-    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit(do_not_specialize=["tokens", "tiles"])  # type: ignore[untyped-decorator]
@@ -81,27 +69,21 @@ def stream_units_kernel(
     int32, zeros, one of each i and k, where SPLITS > 1. TURNS: tiles whose splits are added up at a time, a power of
     two. RAW: see `_start`.
     """
-    ADDED: gl.constexpr = added_layout(WARPS, ROWS * TOKENS)
     OUTPUTS: gl.constexpr = ROWS * TOKENS
     let_next_start(EARLY)
     of_tokens = gl.program_id(2).to(gl.int64)
-    x += of_tokens * TOKENS * x_stride
-    y += of_tokens * TOKENS * y_stride
-    tokens -= gl.program_id(2) * TOKENS
+    here = tokens - gl.program_id(2) * TOKENS
+    inputs = Inputs(x + of_tokens * TOKENS * x_stride, x_stride, x_step, here, columns)
+    outputs = Outputs(weight.scales, bias, y + of_tokens * TOKENS * y_stride, y_stride, here, rows, tiles)
     partial += of_tokens * tiles * (SPLITS * OUTPUTS)
-    tile = gl.program_id(0)
-    stride = gl.num_programs(0)
-    split = gl.program_id(1)
-    step = split * (WARPS * STEPS)
-    fetched: gl.tuple = ()
-    exchanges: gl.tuple = ()
-    for ahead in gl.static_range(DEPTH):
-        fetched += (_fetch_tile(weight, tile + ahead * stride, tiles, step, SHAPE, ROWS, WARPS, STEPS, RAW),)
-        exchanges += (gl.allocate_shared_memory(gl.float32, [WARPS, OUTPUTS], exchange_layout()),)
+    tile, stride = gl.program_id(0), gl.num_programs(0)
+    step = gl.program_id(1) * (WARPS * STEPS)
+    fetched = _fetch_first_tiles(weight, tile, stride, tiles, step, SHAPE, ROWS, WARPS, STEPS, DEPTH, RAW)
+    exchanges = new_exchanges(DEPTH, WARPS, OUTPUTS)
     wait_for_inputs(EARLY)
-    operands = _load_inputs(x, step, x_stride, x_step, tokens, columns, SHAPE, TOKENS, WARPS, STEPS)
+    operands = _load_inputs(inputs, step, SHAPE, TOKENS, WARPS, STEPS)
     offsets = _offsets(operands, x.dtype.element_ty, SHAPE, ROWS, TOKENS, WARPS, STEPS, RAW)
-    place = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, ADDED))
+    place = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, added_layout(WARPS, OUTPUTS)))
     for _turn in range(gl.cdiv(gl.cdiv(tiles - tile, stride), DEPTH)):
         for ahead in gl.static_range(DEPTH):
             total = _multiply_tile(
@@ -109,32 +91,35 @@ def stream_units_kernel(
             )
             later = (_fetch_tile(weight, tile + DEPTH * stride, tiles, step, SHAPE, ROWS, WARPS, STEPS, RAW),)
             fetched = fetched[1:] + later
-            exchanges[ahead].store(gl.reshape(total, [WARPS, OUTPUTS]))
-            out = gl.sum(exchanges[ahead].load(ADDED), 0)
+            sums = add_warps(total, exchanges[ahead], WARPS, OUTPUTS)
             if SPLITS == 1:
-                _finish(out, place, tile, weight, bias, y, y_stride, tokens, rows, tiles, SHAPE, ROWS, TOKENS, HAS_BIAS)
+                finish(sums, place, tile, outputs, SHAPE, ROWS, TOKENS, HAS_BIAS)
             else:
-                wanted = (place % TOKENS < tokens) & (tile < tiles)
-                gl.store(partial + (tile.to(gl.int64) * SPLITS + split) * OUTPUTS + place, out, mask=wanted)
+                leave_sums(sums, place, tile, outputs, partial, SPLITS, ROWS, TOKENS)
             tile += stride
     if SPLITS > 1:
-        # Every thread's share is stored before one of them says so.
-        gl.thread_barrier()
-        counter = arrived + gl.program_id(2) * stride + gl.program_id(0)
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            places = gl.arange(0, TURNS * OUTPUTS, layout=flat_layout(WARPS))
-            for first in range(gl.program_id(0), tiles, TURNS * stride):
-                of_tile = first + places // OUTPUTS * stride
-                stored = (places % TOKENS < tokens) & (of_tile < tiles)
-                parts = partial + of_tile.to(gl.int64) * (SPLITS * OUTPUTS) + places % OUTPUTS
-                whole = gl.load(parts, mask=stored, other=0.0, cache_modifier=".cg")
-                for other in gl.static_range(1, SPLITS):
-                    whole += gl.load(parts + other * OUTPUTS, mask=stored, other=0.0, cache_modifier=".cg")
-                _finish(
-                    whole, places % OUTPUTS, of_tile, weight, bias, y, y_stride, tokens, rows, tiles, SHAPE, ROWS,
-                    TOKENS, HAS_BIAS,
-                )  # fmt: skip
-            gl.store(counter, 0)
+        join_splits(outputs, partial, arrived, SHAPE, ROWS, TOKENS, WARPS, SPLITS, TURNS, HAS_BIAS)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_first_tiles(
+    weight: gl.tuple,
+    tile: gl.tensor,
+    stride: gl.tensor,
+    tiles: gl.tensor,
+    first_step: gl.tensor,
+    SHAPE: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STEPS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RAW: gl.constexpr,
+) -> gl.tuple:
+    """What `_fetch_tile` gives for each of DEPTH tiles from `tile` on."""
+    fetched: gl.tuple = ()
+    for ahead in gl.static_range(DEPTH):
+        fetched += (_fetch_tile(weight, tile + ahead * stride, tiles, first_step, SHAPE, ROWS, WARPS, STEPS, RAW),)
+    return fetched
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -157,10 +142,7 @@ def _fetch_tile(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))[None, :][:, :, None]
     pair = gl.arange(0, UNITS // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, :][:, None, :]
     live = tile < tiles
-    first = gl.minimum(tile, tiles - 1) * ROWS
-    block = (first // TILE_ROWS).to(gl.int64)
-    codes = weight.codes + block * weight.steps * STEP_PAIRS + first % TILE_ROWS * (UNITS // 2)
-    factor = block * weight.groups * TILE_ROWS + first % TILE_ROWS
+    codes, factor = first_row(weight, gl.minimum(tile, tiles - 1) * ROWS)
     places = warp * STEP_PAIRS + row * (UNITS // 2) + pair
     units: gl.tuple = ()
     scales: gl.tuple = ()
@@ -187,12 +169,8 @@ def _fetch_tile(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_inputs(
-    x: gl.tensor,
+    inputs: gl.tuple,
     first_step: gl.tensor,
-    x_stride: gl.tensor,
-    x_step: gl.tensor,
-    tokens: gl.tensor,
-    columns: gl.tensor,
     SHAPE: gl.constexpr,
     TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
@@ -207,17 +185,17 @@ def _load_inputs(
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))[:, None][:, :, None]
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))[None, :][:, :, None]
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, :][:, None, :]
-    places = (warp * SHAPE.step + unit) * x_step + gl.minimum(token, tokens - 1) * x_stride
+    places = (warp * SHAPE.step + unit) * inputs.step + gl.minimum(token, inputs.tokens - 1) * inputs.stride
     found: gl.tuple = ()
     PARTS: gl.constexpr = SHAPE.parts
     for index in gl.static_range(STEPS):
         for part in gl.static_range(PARTS):
             start = (first_step + index * WARPS) * SHAPE.step + part * UNITS
             if SHAPE.even:
-                numbers = gl.load(x + start * x_step + places)
+                numbers = gl.load(inputs.x + start * inputs.step + places)
             else:
-                known = start + warp * SHAPE.step + unit + token * 0 < columns
-                numbers = gl.load(x + start * x_step + places, mask=known, other=0.0)
+                known = start + warp * SHAPE.step + unit + token * 0 < inputs.columns
+                numbers = gl.load(inputs.x + start * inputs.step + places, mask=known, other=0.0)
             found += (gl.convert_layout(gl.permute(interleaved(numbers, TOKENS, WARPS), (0, 2, 1)), RIGHT),)
     return found
 
@@ -273,7 +251,7 @@ def _multiply_tile(
     GROUPS: gl.constexpr = SHAPE.groups_per_step
     for index in gl.static_range(STEPS):
         if RAW:
-            parts = _raw_parts(units[index], dtype, SHAPE, ROWS, WARPS)
+            parts = raw_operands(units[index], dtype, SHAPE, ROWS, WARPS)
         else:
             parts = unit_operands(units[index], zeros[index], dtype, SHAPE, ROWS, WARPS, 1)
         for group in gl.static_range(GROUPS):
@@ -300,52 +278,3 @@ def _start(offset: gl.tensor, zero: gl.tensor, SHAPE: gl.constexpr, ROWS: gl.con
     else:
         sums = offset[:, None, :] + gl.zeros([WARPS, ROWS, TOKENS], gl.float32, sums_layout(WARPS, 1))
     return sums
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _raw_parts(
-    pairs: gl.tensor, dtype: gl.constexpr, SHAPE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
-) -> gl.tuple:
-    """The parts of pairs of units, `128 + code` each, as left operands."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_layout(WARPS, 1), k_width=2)
-    units = gl.reshape(gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)), [WARPS, ROWS, UNITS])
-    units = gl.convert_layout(interleaved(units, ROWS, WARPS), LEFT)
-    if SHAPE.plain:
-        parts: gl.tuple = ()
-        for part in gl.static_range(4):
-            parts += (((units.to(gl.int32) >> 4 * part & 15) + 128).to(dtype),)
-    else:
-        parts = gl.inline_asm_elementwise(
-            RAW_NIBBLES_BF16, "=&r,=&r,=&r,=&r,r", [units],
-            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return parts
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _finish(
-    out: gl.tensor,
-    place: gl.tensor,
-    tile: gl.tensor,
-    weight: gl.tuple,
-    bias: gl.tensor,
-    y: gl.tensor,
-    y_stride: gl.tensor,
-    tokens: gl.tensor,
-    rows: gl.tensor,
-    tiles: gl.tensor,
-    SHAPE: gl.constexpr,
-    ROWS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-) -> None:
-    """Write outputs `place`, in [ROWS, TOKENS], of a tile."""
-    number = tile * ROWS + place // TOKENS
-    token = place % TOKENS
-    wanted = (token < tokens) & (number < rows) & (tile < tiles)
-    if SHAPE.group_steps == 0:
-        # One group: scales lie in the order of the rows.
-        out *= gl.load(weight.scales + number, mask=wanted, other=0.0).to(gl.float32)
-    if HAS_BIAS:
-        out += gl.load(bias + number, mask=wanted, other=0.0).to(gl.float32)
-    gl.store(y + token.to(gl.int64) * y_stride + number, out.to(y.dtype.element_ty), mask=wanted)
