@@ -138,6 +138,7 @@ def _fetch_round(
         start = first_step + index * WARPS
         places = codes + start * STEP_PAIRS + (warp * STEP_PAIRS + in_tile * (UNITS // 2) + pair)
         if ROWS > TILE_ROWS:
+            # Tiles come in pairs, so that 128 rows may always be read.
             places += row // TILE_ROWS * (weight.steps * STEP_PAIRS)
         if SHAPE.even:
             units += (gl.load(places),)

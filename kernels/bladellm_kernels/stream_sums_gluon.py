@@ -60,20 +60,25 @@ def add_warps(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def leave_sums(
+def write_sums(
     sums: gl.tensor,
     place: gl.tensor,
     tile: gl.tensor,
     outputs: gl.tuple,
     partial: gl.tensor,
-    SPLITS: gl.constexpr,
+    SHAPE: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ) -> None:
-    """Store this split's sums of a tile where `join_splits` finds them."""
-    wanted = (place % TOKENS < outputs.tokens) & (tile < outputs.tiles)
-    slot = tile.to(gl.int64) * SPLITS + gl.program_id(1)
-    gl.store(partial + slot * (ROWS * TOKENS) + place, sums, mask=wanted)
+    """Write a tile's outputs or, where K is split, leave this split's sums where `join_splits` finds them."""
+    if SPLITS == 1:
+        _finish(sums, place, tile, outputs, SHAPE, ROWS, TOKENS, HAS_BIAS)
+    else:
+        wanted = (place % TOKENS < outputs.tokens) & (tile < outputs.tiles)
+        slot = tile.to(gl.int64) * SPLITS + gl.program_id(1)
+        gl.store(partial + slot * (ROWS * TOKENS) + place, sums, mask=wanted)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -105,12 +110,12 @@ def join_splits(
             whole = gl.load(parts, mask=stored, other=0.0, cache_modifier=".cg")
             for other in gl.static_range(1, SPLITS):
                 whole += gl.load(parts + other * OUTPUTS, mask=stored, other=0.0, cache_modifier=".cg")
-            finish(whole, places % OUTPUTS, tile, outputs, SHAPE, ROWS, TOKENS, HAS_BIAS)
+            _finish(whole, places % OUTPUTS, tile, outputs, SHAPE, ROWS, TOKENS, HAS_BIAS)
         gl.store(counter, 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def finish(
+def _finish(
     sums: gl.tensor,
     place: gl.tensor,
     tile: gl.tensor,

@@ -11,15 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.stream_sums_gluon import (
-    Outputs,
-    add_warps,
-    added_layout,
-    finish,
-    join_splits,
-    leave_sums,
-    new_exchanges,
-)
+from bladellm_kernels.stream_sums_gluon import Outputs, add_warps, added_layout, join_splits, new_exchanges, write_sums
 from bladellm_kernels.unit_operands_gluon import (
     STEP_PAIRS,
     UNITS,
@@ -70,6 +62,7 @@ def stream_units_kernel(
     two. RAW: see `_start`.
     """
     OUTPUTS: gl.constexpr = ROWS * TOKENS
+    DTYPE: gl.constexpr = x.dtype.element_ty
     let_next_start(EARLY)
     of_tokens = gl.program_id(2).to(gl.int64)
     here = tokens - gl.program_id(2) * TOKENS
@@ -82,20 +75,15 @@ def stream_units_kernel(
     exchanges = new_exchanges(DEPTH, WARPS, OUTPUTS)
     wait_for_inputs(EARLY)
     operands = _load_inputs(inputs, step, SHAPE, TOKENS, WARPS, STEPS)
-    offsets = _offsets(operands, x.dtype.element_ty, SHAPE, ROWS, TOKENS, WARPS, STEPS, RAW)
+    offsets = _offsets(operands, DTYPE, SHAPE, ROWS, TOKENS, WARPS, STEPS, RAW)
     place = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, added_layout(WARPS, OUTPUTS)))
     for _turn in range(gl.cdiv(gl.cdiv(tiles - tile, stride), DEPTH)):
         for ahead in gl.static_range(DEPTH):
-            total = _multiply_tile(
-                fetched[0], operands, offsets, x.dtype.element_ty, SHAPE, ROWS, TOKENS, WARPS, STEPS, RAW
-            )
+            total = _multiply_tile(fetched[0], operands, offsets, DTYPE, SHAPE, ROWS, TOKENS, WARPS, STEPS, RAW)
             later = (_fetch_tile(weight, tile + DEPTH * stride, tiles, step, SHAPE, ROWS, WARPS, STEPS, RAW),)
             fetched = fetched[1:] + later
             sums = add_warps(total, exchanges[ahead], WARPS, OUTPUTS)
-            if SPLITS == 1:
-                finish(sums, place, tile, outputs, SHAPE, ROWS, TOKENS, HAS_BIAS)
-            else:
-                leave_sums(sums, place, tile, outputs, partial, SPLITS, ROWS, TOKENS)
+            write_sums(sums, place, tile, outputs, partial, SHAPE, ROWS, TOKENS, SPLITS, HAS_BIAS)
             tile += stride
     if SPLITS > 1:
         join_splits(outputs, partial, arrived, SHAPE, ROWS, TOKENS, WARPS, SPLITS, TURNS, HAS_BIAS)
