@@ -9,8 +9,8 @@ from torch import Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_ALIGN = 8
-"""Bytes each array starts at a multiple of: the widest element."""
+_ALIGN = 16
+"""Bytes each array starts at a multiple of: Triton compiles kernels apart for addresses that are no multiples of 16."""
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> tuple[list[Tensor], Tensor | None]:

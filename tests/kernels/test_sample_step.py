@@ -309,3 +309,16 @@ def compiled_kernels(dtype: torch.dtype, vocab: int, monkeypatch) -> dict[str, s
     )  # fmt: skip
     assert len(compiled) == 5
     return compiled
+
+
+@pytest.mark.parametrize("vocab", [1000, 32000, 128256, 151936])
+def test_no_number_of_rows_needs_kernels_of_its_own(vocab):
+    """Triton compiles for 1 and for multiples of 16 apart."""
+    pytest.importorskip("triton")
+    from bladellm_kernels.sample_triton import SampleSchedule
+
+    for rows in range(1, 257):
+        parts, chunk = SampleSchedule().parts(rows, vocab)
+        assert (parts - 1) * chunk < vocab <= parts * chunk
+        assert parts % 16
+        assert (parts == 1) == (vocab <= 1024)
