@@ -147,3 +147,13 @@ def reference_greedy(model: transformers.PreTrainedModel, prompt: list[int], ste
     ids = torch.tensor([prompt])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, do_sample=False)
     return made[0, len(prompt) :].tolist()
+
+
+def assert_greedy(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
+    """Tokens are those of transformers' own generate. Where two logits are equal but for rounding, which random weights
+    bring about now and then, either may come: what follows must be best along these tokens then."""
+    if tokens == reference_greedy(model, prompt, len(tokens)):
+        return
+    logits = reference_logits(model, prompt + tokens[:-1])[len(prompt) - 1 :]
+    short = logits.amax(1) - logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    assert (short <= 1e-5 * logits.abs().amax(1)).all(), (tokens, short)

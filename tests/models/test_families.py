@@ -10,9 +10,9 @@ from tests.models.harness import (
     DEVICES,
     SIZES,
     Sequences,
+    assert_greedy,
     load_tiny,
     random_prompt,
-    reference_greedy,
     reference_logits,
     save_tiny,
 )
@@ -150,7 +150,7 @@ def test_greedy_tokens(case, device, tmp_path):
     family, options = CASES[case]
     reference = save_tiny(tmp_path, family, **options)
     prompt = random_prompt(13)
-    assert greedy(tmp_path, prompt, 64, device) == reference_greedy(reference, prompt, 64)
+    assert_greedy(reference, prompt, greedy(tmp_path, prompt, 64, device))
 
 
 def test_dynamic_rope_beyond_the_trained_length(tmp_path):
@@ -158,7 +158,7 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path):
     reference = save_tiny(tmp_path, "llama", rope_parameters=DYNAMIC, max_position_embeddings=32)
     assert read_model_spec(tmp_path).max_position_embeddings == 64
     prompt = random_prompt(21)
-    assert greedy(tmp_path, prompt, 43) == reference_greedy(reference, prompt, 43)
+    assert_greedy(reference, prompt, greedy(tmp_path, prompt, 43))
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_greedy_tokens_over_the_grid(family, rope, tmp_path):
         folder = tmp_path / f"{tied}-{kv_heads}-{window}"
         reference = save_tiny(folder, family, **options)
         prompt = random_prompt(27)
-        assert greedy(folder, prompt, 64) == reference_greedy(reference, prompt, 64), options
+        assert_greedy(reference, prompt, greedy(folder, prompt, 64))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bladellm_runtime.layers.quantized_linear import QuantizedLinear, packed_bytes
-from tests.models.harness import DEVICES, Sequences, load_tiny, random_prompt, reference_greedy, reference_logits
+from tests.models.harness import DEVICES, Sequences, assert_greedy, load_tiny, random_prompt, reference_logits
 from tests.models.quantized import SCHEMES, STORED, Tiny, assert_agrees, plan, round_weight
 
 OPTIONS = {"qwen3": {"head_dim": 16}}
@@ -40,7 +40,7 @@ def test_greedy_tokens(tmp_path, method, name, device):
     tokens = [int(sequences.step([(0, prompt)])[0][-1].argmax())]
     while len(tokens) < 40:
         tokens.append(int(sequences.step([(0, tokens[-1:])])[0][-1].argmax()))
-    assert tokens == reference_greedy(tiny.reference, prompt, 40)
+    assert_greedy(tiny.reference, prompt, tokens)
 
 
 @pytest.mark.parametrize("device", DEVICES)

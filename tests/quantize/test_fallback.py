@@ -60,9 +60,8 @@ def test_everything_fallen_computes_what_the_float_model_does(algorithm, scheme,
     assert all(report.fallback and report.error is not None for report in result.modules)
     state, tensors = reference.state_dict(), tensors_of(tmp_path / "out")
     assert tensors.keys() == state.keys()
-    assert not torch.equal(
-        tensors["model.layers.1.input_layernorm.weight"], state["model.layers.1.input_layernorm.weight"]
-    )
+    norms = [name for name in state if name.endswith("layernorm.weight")]
+    assert any(not torch.equal(tensors[name], state[name]) for name in norms), "something was folded"
     loaded = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path / "model"))
     loaded.load_state_dict(tensors)
     prompt = random_prompt(29)
