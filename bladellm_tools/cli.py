@@ -180,7 +180,7 @@ def load(path: str) -> Any:
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End the process on Ctrl-C while modules are imported: raised there, an interrupt can get lost in code that is not ours.
+    """End the process on Ctrl-C while modules are imported: an interrupt raised there can get lost in foreign code.
 
     Where interrupts are ignored, as in a shell's background jobs, they stay so.
     """
