@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
@@ -176,7 +176,7 @@ def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: to
 def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None) -> None:
     """Have the runner capture steps where the flags and the device allow it, those of most tokens first: the memory of
     all others fits into theirs."""
-    if capture is None and device.type == "cuda" and find_spec("triton") is not None:
+    if capture is None and device.type == "cuda" and has_triton():
         capture = CudaCapture(device)
     sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
     if asked and args.cuda_graph_batch_sizes:

@@ -3,11 +3,11 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 from bladellm_kernels.gumbel import stream_key
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.penalties import COUNT_DTYPE, MAX_COUNT
 from bladellm_kernels.sample_step import SampleWorkspace
 from bladellm_kernels.sampling import CANDIDATES
@@ -77,7 +77,7 @@ class SamplingState:
         self._statistics = None if device.type == "cpu" else self._allocate_statistics()
         self.parameters: SlotParameters | None = None
         self.workspace: SampleWorkspace | None = None
-        if device.type == "cuda" and find_spec("triton") is not None:
+        if device.type == "cuda" and has_triton():
             self.use_kernels()
 
     def use_kernels(self) -> None:

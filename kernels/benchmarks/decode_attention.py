@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
 from unittest.mock import patch
@@ -25,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, row_tile
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 from decode_problem import LEAST_CALLS, Inputs, Problem, lengths, make_inputs
@@ -230,7 +230,7 @@ def scheduled_seconds(
 
 def failures() -> tuple[type[Exception], ...]:
     """What a schedule that does not compile, or does not fit, raises."""
-    if find_spec("triton") is None:
+    if not has_triton():
         return (RuntimeError,)
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError

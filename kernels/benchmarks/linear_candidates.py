@@ -10,8 +10,8 @@ from bladellm_kernels.linear_schedules import (
     GemvSchedule,
     HopperSchedule,
     Schedule,
-    power_of_two,
 )
+from bladellm_kernels.power_of_two import power_of_two
 
 KIB = 1024
 GATED_ROWS = 128

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_work import DecodeSchedule, power_of_two
+from bladellm_kernels.decode_work import DecodeSchedule
+from bladellm_kernels.power_of_two import power_of_two
 
 _LENGTHS = tl.constexpr(4)
 """Lengths of a range that are tried, with and without room for what segments cost."""

@@ -5,8 +5,9 @@ from math import gcd
 
 import torch
 
-from bladellm_kernels.decode_work import DecodeWork, power_of_two, row_tile
+from bladellm_kernels.decode_work import DecodeWork, row_tile
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.power_of_two import power_of_two
 
 _RAISED = {"int8": 6, "int8_affine": 6, "int4": 2, "int4_affine": 2, "fp8_e4m3": 8, "fp8_e5m2": 14}
 """Exponent of a power of two not above half the range of codes: probabilities are raised by it before they are

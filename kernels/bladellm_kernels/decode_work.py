@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from bladellm_kernels.kv_format import NO_QUANT, KvFormat
+from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.power_of_two import power_of_two
 
 _SHARED_BYTES = 228 * 1024
 """Shared memory of an SM (sm_90)."""
@@ -65,11 +67,6 @@ def default_schedule(
         if ctas * (buffers * block_kv * token_bytes + kept) <= _SHARED_BYTES:
             return DecodeSchedule(block_kv, buffers + 1, warps, ctas)
     return DecodeSchedule(block_kv, 2, 4, 1)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
 
 
 def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -149,7 +146,7 @@ class DecodeWorkspace:
 
     def programs(self, query_len: int) -> int:
         """Programs of a KV head, or of a tile of its query rows where one does not take all."""
-        started = self.schedule(query_len).ctas_per_sm * _processors(self.device)
+        started = self.schedule(query_len).ctas_per_sm * multiprocessors(self.device)
         return max(1, started // (self.kv_heads * self.tiles(query_len)))
 
     def tiles(self, query_len: int) -> int:
@@ -185,8 +182,3 @@ class DecodeWorkspace:
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
         return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule, reads, shares)
-
-
-def _processors(device: torch.device) -> int:
-    """SMs of the device; 1 where there are none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

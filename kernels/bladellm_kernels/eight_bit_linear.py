@@ -1,12 +1,11 @@
 """The linear layer of 8-bit codes on both sides on CUDA: x is rounded by one kernel, multiplied by another."""
 
-from functools import cache
-
 import torch
 import triton
 
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.eight_bit_triton import code_product_kernel, round_rows_kernel
+from bladellm_kernels.multiprocessors import multiprocessors
 
 _BLOCK, _ROUND_BLOCK = 128, 1024
 _LARGEST_TILE = 128
@@ -64,11 +63,6 @@ def eight_bit_linear(
 
 
 def _splits(tiles: int, blocks: int, device: torch.device) -> int:
-    splits = max(1, min(_processors(device) * _PROGRAMS_PER_SM // tiles, blocks // _LEAST_BLOCKS))
+    splits = max(1, min(multiprocessors(device) * _PROGRAMS_PER_SM // tiles, blocks // _LEAST_BLOCKS))
     # Every program has blocks: shares are rounded up.
     return -(-blocks // -(-blocks // splits))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

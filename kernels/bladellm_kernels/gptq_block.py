@@ -5,9 +5,10 @@ q = round(w_i), e = (w_i − q) / U_ii, w_j −= e · U_ij for j > i. The caller
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
+
+from bladellm_kernels.has_triton import has_triton
 
 FP8_MAX = 448.0
 _LOOP_COLUMNS = 8
@@ -45,7 +46,7 @@ def gptq_block(weight: torch.Tensor, factor: torch.Tensor, grid: ColumnGrid) -> 
     fused kernel where triton is installed.
     """
     _check(weight, factor, grid)
-    if weight.is_cuda and find_spec("triton") is not None:
+    if weight.is_cuda and has_triton():
         from bladellm_kernels.gptq_block_triton import launch
 
         return launch(weight, factor, grid.scales, grid.zeros, grid.groups, grid.bits)

@@ -1,11 +1,11 @@
 """Copy stretches of sequences' stored keys and values, as plain numbers, into a buffer."""
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
@@ -30,7 +30,7 @@ def kv_dequantize(kv: KvLayer, stretches: Sequence[Stretch], out: torch.Tensor) 
     shape = (sum(each.end - each.first for each in stretches), 2, kv.kv_heads, kv.head_dim)
     if out.shape != shape or out.stride(3) != 1:
         raise ValueError(f"out must be {shape} with contiguous heads, got {tuple(out.shape)}")
-    if out.is_cuda and (kv.paged or kv.format.quantized) and find_spec("triton") is not None:
+    if out.is_cuda and (kv.paged or kv.format.quantized) and has_triton():
         from bladellm_kernels.kv_dequantize_triton import launch
 
         launch(kv, tuple(stretches), out)

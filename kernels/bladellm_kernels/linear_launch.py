@@ -1,7 +1,6 @@
 """Launches the CUDA kernels of `linear`, and keeps the memory in which programs meet."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -9,9 +8,11 @@ import triton
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.linear_gemv_triton import gemv_kernel
 from bladellm_kernels.linear_hopper import described, hopper_linear_kernel, takes
-from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, HopperSchedule, Schedule, power_of_two
+from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, HopperSchedule, Schedule
 from bladellm_kernels.linear_sums_hopper import Tile
 from bladellm_kernels.linear_triton import linear_kernel
+from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.power_of_two import power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +167,6 @@ def new_workspace(device: torch.device, partial: int, counters: int) -> LinearWo
         torch.empty(partial, dtype=torch.float32, device=device),
         torch.zeros(counters, dtype=torch.int32, device=device),
     )
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _workspace(device: torch.device, partial: int, counters: int) -> LinearWorkspace:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bladellm_kernels.power_of_two import power_of_two
+
 MAX_ROWS = 256
 """Rows of x from which on a linear layer is bound by arithmetic, and left to cuBLAS."""
 
@@ -104,11 +106,6 @@ def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
     if gated or block_m <= 16:
         return DotSchedule(block_m, block_n=64, block_k=128 // (1 + gated), stages=4, prefetch=32768)
     return DotSchedule(block_m, block_n=128, block_k=64, stages=4, warps=8, prefetch=32768)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is no smaller."""
-    return 1 << (number - 1).bit_length()
 
 
 def save_table(table: ScheduleTable, path: Path) -> None:

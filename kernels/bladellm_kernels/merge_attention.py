@@ -5,9 +5,10 @@ exp(l) = Σ exp(l_i).
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
+
+from bladellm_kernels.has_triton import has_triton
 
 
 def merge_attention(
@@ -25,7 +26,7 @@ def merge_attention(
     """
     _check(outs, lses)
     out = torch.empty_like(outs[0]) if out is None else out
-    if out.is_cuda and find_spec("triton") is not None:
+    if out.is_cuda and has_triton():
         from bladellm_kernels.merge_attention_triton import merge_parts
 
         merge_parts(outs, lses, out, lse)

@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_work import DecodeWork, power_of_two
+from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.power_of_two import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)

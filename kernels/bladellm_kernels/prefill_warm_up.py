@@ -7,10 +7,10 @@ they are made in the thread that will run the steps.
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 
 import torch
 
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import Stretch
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_calls import CudnnCall, PlannedCalls, calls_to_plan
@@ -34,7 +34,7 @@ def warm_up(
     up to PLAN_SECONDS and the compilations; memory for some `2 * tokens` queries meanwhile.
     """
     first, device = layers[0], layers[0].payload.device
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type != "cuda" or not has_triton():
         return None
     from bladellm_kernels.kv_dequantize_triton import launch as dequantize
     from bladellm_kernels.ragged_prefill_triton import compile_ahead

@@ -5,12 +5,11 @@ share a KV head are passed as that head's queries, so grouped-query attention ne
 would make one, and is many times slower).
 """
 
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
 
@@ -50,7 +49,7 @@ def ragged_decode_attention(
     out = torch.empty_like(q) if out is None else out
     if q.shape[0] == 0:
         return out
-    if q.is_cuda and find_spec("triton") is not None:
+    if q.is_cuda and has_triton():
         from bladellm_kernels.ragged_decode_triton import launch
 
         launch(q, kv, base_rows, slots, kv_lens, scale, _work(q, kv, kv_lens, window, query_len, work), out)

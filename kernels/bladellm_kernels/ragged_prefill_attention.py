@@ -1,12 +1,12 @@
 """RaggedAttention, prefill: chunks of several query tokens, each against the contiguous KV of its own sequence."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
@@ -75,7 +75,7 @@ def ragged_prefill_attention(
 def takes_kernels(q: torch.Tensor, kv: KvLayer) -> bool:
     """Whether the CUDA kernels take the tensors; otherwise plain PyTorch does, on every device."""
     dims = kv.head_dim % 8 == 0 and kv.head_dim <= 256 and q.stride(2) == 1
-    return q.is_cuda and dims and find_spec("triton") is not None
+    return q.is_cuda and dims and has_triton()
 
 
 def cudnn_takes(

@@ -10,13 +10,13 @@ its limit, are that close.
 
 from dataclasses import dataclass
 from enum import IntEnum
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bladellm_kernels.gumbel import row_keys
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.penalties import apply_penalties_, count_tokens_
 from bladellm_kernels.sampling import Filters, sample_tokens
 from bladellm_kernels.slot_parameters import (
@@ -134,7 +134,7 @@ def sample_step(
     are all different. Raises `ValueError` for shapes and types that do not fit.
     """
     _check(logits, rows, slots, tokens, feedback)
-    if not logits.is_cuda or find_spec("triton") is None:
+    if not logits.is_cuda or not has_triton():
         _by_operators(logits, rows, slots, tokens, feedback, last_token)
         return
     from bladellm_kernels.sample_triton import SampleSchedule, launch

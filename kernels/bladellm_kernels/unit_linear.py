@@ -1,7 +1,5 @@
 """The linear layer of a `UnitWeight` on CUDA: the kernel and its schedule by the number of tokens."""
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -10,6 +8,7 @@ from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
+from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.row_blocks import block_slices
 from bladellm_kernels.stream_units_gluon import stream_units_kernel
 from bladellm_kernels.unit_schedules import (
@@ -73,7 +72,7 @@ def _gemv(x: torch.Tensor, weight: UnitWeight, bias: torch.Tensor | None, y: tor
     if len(x) > schedule.tokens:
         raise ValueError(f"{schedule} is for up to {schedule.tokens} tokens, got {len(x)}")
     tiles = triton.cdiv(weight.rows, schedule.rows)
-    share = round_share(schedule, tiles, weight.steps, _processors(x.device))
+    share = round_share(schedule, tiles, weight.steps, multiprocessors(x.device))
     splits = triton.cdiv(weight.steps, share)
     room = tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
     gemv_units_kernel[(tiles, splits)](
@@ -93,7 +92,7 @@ def _streamed(
     token_tiles = triton.cdiv(len(x), schedule.tokens)
     if token_tiles > TOKEN_TILES:
         raise ValueError(f"{schedule} is for up to {TOKEN_TILES} times its tokens, got {len(x)}")
-    programs = stream_programs(schedule, tiles, splits, token_tiles, _processors(x.device))
+    programs = stream_programs(schedule, tiles, splits, token_tiles, multiprocessors(x.device))
     room = token_tiles * tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
     stream_units_kernel[(programs, splits, token_tiles)](
         x, _arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y if bias is None else bias, y,
@@ -113,7 +112,7 @@ def _many_tokens(
     row_tiles, token_tiles = triton.cdiv(weight.rows, schedule.rows), triton.cdiv(len(x), schedule.tokens)
     splits = 1
     if token_tiles <= TOKEN_TILES:
-        splits = split_count(schedule, row_tiles * token_tiles, weight.steps, _processors(x.device))
+        splits = split_count(schedule, row_tiles * token_tiles, weight.steps, multiprocessors(x.device))
     room = token_tiles * row_tiles * splits * schedule.rows * schedule.tokens if splits > 1 else 0
     many_tokens_kernel[(row_tiles * splits, token_tiles)](
         x, _arguments(weight), y if bias is None else bias, y, x.new_empty(room, dtype=torch.float32), weight.arrived,
@@ -145,10 +144,3 @@ def _arguments(weight: UnitWeight) -> WeightArguments:
 def _shape(weight: UnitWeight, warps: int, x: torch.Tensor) -> UnitShape:
     even = weight.columns % weight.step == 0 and weight.steps % warps == 0
     return UnitShape(weight.bits, weight.group_steps, weight.zeros is not None, even, plain=not x.is_cuda)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -59,7 +59,7 @@ def check_cascade(format_name, dtype, heads, lens, groups, device="cpu", **optio
 
 def interpret_cascade():
     processors = random.choice([1, 2, 3])
-    decode_work._processors = lambda device: processors
+    decode_work.multiprocessors = lambda device: processors
     half = torch.float16
     pair, trio = PrefixGroup((1, 4), 3), PrefixGroup((0, 2, 3), 2)
     lens = [300, 420, 257, 266, 385, 1, 0]

@@ -46,7 +46,7 @@ def nan_stays_in_its_row(device) -> None:
 def interpreted() -> None:
     from bladellm_kernels import eight_bit_linear as module
 
-    module._processors = lambda device: 3
+    module.multiprocessors = lambda device: 3
     integers_match("cpu", 70, 1100, 3, torch.float32, True, None)
     integers_match("cpu", 130, 2048, 20, torch.float16, False, None)
     integers_match("cpu", 33, 77, 5, torch.float32, True, 0.02)

@@ -60,7 +60,7 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
 
     for name in ("gemv_units_kernel", "stream_units_kernel"):
         monkeypatch.setattr(module, name, InPython(getattr(module, name)))
-    monkeypatch.setattr(module, "_processors", lambda device: 7)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 7)
     monkeypatch.setattr(unit_schedules, "MOST_SUMS", 512)
     codes, scales, points = layer(rows, columns, groups, bits, zeros)
     weight = pack_units(codes, scales, points, bits)

@@ -81,7 +81,7 @@ def every_kernel(device, bits, rows, columns, groups, zeros, dtype, tokens, with
 def interpreted() -> None:
     from bladellm_kernels import unit_linear as module
 
-    module._processors = lambda device: 3
+    module.multiprocessors = lambda device: 3
     every_kernel("cpu", 4, 130, 256, 2, True, torch.float32, 5, True)
     every_kernel("cpu", 4, 64, 192, 3, True, torch.float16, 2, False)
     every_kernel("cpu", 4, 64, 160, 5, False, torch.float32, 17, False)
