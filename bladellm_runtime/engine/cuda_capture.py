@@ -1,13 +1,18 @@
 """Capturing work as CUDA graphs, and finding out what could not be captured."""
 
 import contextlib
+import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
+from typing import TypeVar
 
 import torch
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 """Takes work over static tensors, and returns what repeats it on them."""
@@ -55,6 +60,22 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def capture_sizes(kind: str, sizes: Sequence[int], capture: Callable[[int], T], without: str) -> dict[int, T]:
+    """Capture each of ascending sizes, the largest first: smaller ones fit into its memory. kind: of size, for the log.
+
+    None at all, with a warning that names the operator and says `without`, where one of them cannot be captured.
+    """
+    graphs: dict[int, T] = {}
+    try:
+        for size in reversed(sizes):
+            logger.info("caching graph of %s=%d", kind, size)
+            graphs[size] = capture(size)
+    except RuntimeError as error:
+        logger.warning("%s: %s cannot be captured (%s)", without, culprit(error), error)
+        return {}
+    return graphs
 
 
 def culprit(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Steps with prefill chunks as replays, for a few token counts that others are padded to."""
 
 import bisect
-import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
@@ -13,7 +13,7 @@ from bladellm_kernels.prefill_tiles import Span
 from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
-from bladellm_runtime.engine.cuda_capture import Capture, Work, culprit
+from bladellm_runtime.engine.cuda_capture import Capture, Work, capture_sizes
 from bladellm_runtime.engine.inputs import FlatPlan
 from bladellm_runtime.engine.mixed_inputs import MixedInputs
 from bladellm_runtime.kv.arena import KvArena
@@ -24,8 +24,6 @@ DEFAULT_SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
 LAUNCHES = 1250.0
 """µs that the host takes to launch a layer's operators for a step with prefill chunks. Where attention alone takes the
 device longer, the step is launched eagerly, and has the choice of all kinds of attention."""
-
-logger = logging.getLogger(__name__)
 
 
 def mixed_sizes(args: EngineArgs) -> list[int]:
@@ -72,19 +70,13 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
-        """Capture every size, the largest first: smaller ones fit into its memory.
-
-        False, with a warning that names the operator, where one of them cannot be captured.
-        """
-        try:
-            for size in reversed(self._sizes):
-                logger.info("caching graph of graph_prefill_tokens=%d", size)
-                self.inputs.send(None, size)
-                self._graphs[size] = self._capture(size, capture)
-        except RuntimeError as error:
-            what = "steps with prefill chunks run without CUDA graphs"
-            logger.warning("%s: %s cannot be captured (%s)", what, culprit(error), error)
-            self._graphs.clear()
+        """Capture every size; False, with a warning, where one of them cannot be captured."""
+        self._graphs = capture_sizes(
+            "graph_prefill_tokens",
+            self._sizes,
+            partial(self._capture, capture),
+            "steps with prefill chunks run without CUDA graphs",
+        )
         return bool(self._graphs)
 
     def send(self, flat: FlatPlan) -> int | None:
@@ -107,7 +99,9 @@ class MixedGraphs:
         spans = [Span(0, chunk.query_len, start, 0, 0) for chunk, start in zip(chunks, starts, strict=True)]
         return listed_cost(spans, self._heads)
 
-    def _capture(self, size: int, capture: Capture) -> Work:
+    def _capture(self, capture: Capture, size: int) -> Work:
+        self.inputs.send(None, size)
+
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token)
             batch.workspace, batch.rotation = self._workspace, self._rotation

@@ -1,7 +1,6 @@
 """Decode steps as two replays, forward and sampling, for a few batch sizes that others are padded to."""
 
 import bisect
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +12,13 @@ from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.captured_sampling import CapturedSampling
-from bladellm_runtime.engine.cuda_capture import Capture, Work, culprit
+from bladellm_runtime.engine.cuda_capture import Capture, Work, capture_sizes
 from bladellm_runtime.engine.decode_inputs import DecodeInputs
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan
 
 DEFAULT_SIZES = (1, 2, 4, *range(8, 257, 8))
-
-logger = logging.getLogger(__name__)
 
 
 def graph_sizes(args: EngineArgs) -> list[int]:
@@ -71,18 +68,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
-        """Capture every size, the largest first: smaller ones fit into its memory.
-
-        False, with a warning that names the operator, where one of them cannot be captured.
-        """
-        try:
-            for size in reversed(self._sizes):
-                logger.info("caching graph of graph_batch_size=%d", size)
-                self.inputs.send(None, size)
-                self._graphs[size] = self._capture(size, capture)
-        except RuntimeError as error:
-            logger.warning("decode steps run without CUDA graphs: %s cannot be captured (%s)", culprit(error), error)
-            self._graphs.clear()
+        """Capture every size; False, with a warning, where one of them cannot be captured."""
+        self._graphs = capture_sizes(
+            "graph_batch_size", self._sizes, partial(self._capture, capture), "decode steps run without CUDA graphs"
+        )
         return bool(self._graphs)
 
     def size_for(self, plan: StepPlan) -> int | None:
@@ -107,7 +96,8 @@ class StepGraphs:
         self._graphs[size].sampling[stage]()
         return self.sampling.tokens[: len(plan.slots)]
 
-    def _capture(self, size: int, capture: Capture) -> StepGraph:
+    def _capture(self, capture: Capture, size: int) -> StepGraph:
+        self.inputs.send(None, size)
         arrays, logits = self.inputs.arrays(size), self.sampling.logits[:size]
 
         def forward() -> None:
