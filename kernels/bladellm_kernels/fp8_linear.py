@@ -149,7 +149,7 @@ def _has_scaled_mm(x: torch.Tensor, packed: PackedFp8) -> bool:
     if not x.is_cuda or not hasattr(torch, "_scaled_mm") or x.dtype != torch.bfloat16 or not len(x):
         return False
     fits = all(size % _SCALED_MULTIPLE == 0 for size in packed.shape)
-    return fits and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return fits and is_hopper(x.device)
 
 
 def _scaled_mm(codes: torch.Tensor, steps: torch.Tensor, packed: PackedFp8, bias: torch.Tensor | None) -> torch.Tensor:
