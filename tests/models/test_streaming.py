@@ -111,13 +111,21 @@ def test_a_file_cut_while_it_is_read_is_named(tmp_path):
             streamed.wait(streamed.fill(torch.zeros(100), ranges["second"]))
 
 
-def test_leaving_early_stops_the_readers_and_closes_the_files(tmp_path):
+def test_leaving_early_stops_the_readers_and_closes_the_files(tmp_path, monkeypatch):
     save_file({"a": torch.zeros(100_000)}, tmp_path / "a.safetensors")
-    before = threading.active_count()
+    before, pieces = threading.active_count(), []
+    read = stream.StagingBuffer.read
+
+    def read_when_the_last_is_dropped(*given) -> int:
+        while not pieces or not pieces[-1].cancelled():
+            time.sleep(0.001)
+        return read(*given)
+
+    monkeypatch.setattr(stream.StagingBuffer, "read", read_when_the_last_is_dropped)
     with TensorStream(CPU, 3, 64) as streamed:
-        pieces = streamed.fill(torch.zeros(100_000), read_ranges(tmp_path / "a.safetensors")["a"])
+        pieces += streamed.fill(torch.zeros(100_000), read_ranges(tmp_path / "a.safetensors")["a"])
     assert threading.active_count() == before
-    assert any(piece.cancelled() for piece in pieces)
+    assert 1 <= sum(not piece.cancelled() for piece in pieces) <= 3
 
 
 class Watched:
