@@ -65,9 +65,10 @@ class EngineCore:
 
     def step(self) -> list[RequestDelta]:
         """Launch the next step if there is one, then complete the oldest in flight if it is due."""
+        start = time.monotonic()
         plan = self._scheduler.plan()
         if plan is not None:
-            self._launch(plan)
+            self._launch(plan, start)
         self.blocked = not self._in_flight and self._scheduler.has_work
         if self._in_flight and (plan is None or len(self._in_flight) == self._depth):
             return self._complete_oldest()
@@ -78,13 +79,14 @@ class EngineCore:
         if self.timer is None or len(self._in_flight) != OVERLAP_DEPTH - 1:
             return 0.0
         plan, launched = self._in_flight[-1]
-        left = self._started + self.timer.spare(plan) - time.monotonic()
+        left = self._started + self.timer.spare(plan, self._scheduler.has_prompts) - time.monotonic()
         return left if left > 0 and not self._runner.finished(launched) else 0.0
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, start: float) -> None:
         launched = self._runner.launch(plan)
         if self.timer is not None:
-            self.timer.launched(late=not self._in_flight or self._runner.finished(self._in_flight[-1][1]))
+            late = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
+            self.timer.launched(plan, time.monotonic() - start, late or not self._in_flight, late)
         self._in_flight.append((plan, launched))
 
     def _complete_oldest(self) -> list[RequestDelta]:

@@ -6,51 +6,69 @@ from collections import deque
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.step_cost import StepCost
 
-EARLY_SECONDS = 0.0015
-"""How long before the end of the step that runs the next one is planned, unless that was found to be late."""
-DECAY = 0.998
-"""By this factor a step the time goes back to `EARLY_SECONDS` after the device was found waiting."""
+HOST_SECONDS = {False: 0.0005, True: 0.002}
+"""What planning and launching a step takes the host, without and with prompts, before the first one was seen."""
+FALL = 0.1
+"""By this share of the difference that time falls to a shorter one; it rises at once."""
+MARGIN_SECONDS = 0.0004
+"""How long before the end of the step that runs the next one is launched, unless that was found to be late."""
+GROWTH, DECAY = 1.5, 0.98
+"""The margin is multiplied by these when a launch was late, and when it was not."""
 SURE_SHARE = 0.85
-"""A step with prompts is expected to take no less than this share of what its cost says."""
-ROW_BUCKETS = (1, 2, 4, *range(8, 4097, 8))
+"""A step with prompts of a size not seen yet is expected to take no less than this share of what its cost says."""
+SIZES = (1, 2, 4, *range(8, 4097, 8))
+"""Token counts: steps between two of them are padded to the same one, or take about as long."""
 
 
 class LaunchTimer:
-    """Predicts the end of the step that runs.
+    """Predicts the end of the step that runs, and how long the host needs for the next one.
 
     A prompt that arrives when the step behind the one that runs is launched already waits for both of them: half as
-    long again as with a launch shortly before the end. A step of decode rows takes about as long as the last one of as
-    many rows, one with prompts what `cost` says; without a cost it is followed at once.
+    long again as with a launch shortly before the end. A step takes about as long as the last one of as many decode
+    rows, or as many tokens; one with prompts that has no such step before it what `cost` says. Without a cost it is
+    followed at once.
     """
 
     def __init__(self, cost: StepCost | None) -> None:
         self._cost = cost
-        self._early = EARLY_SECONDS
-        self._decode_seconds: dict[int, float] = {}
-        self._late: deque[bool] = deque()
+        self._margin = MARGIN_SECONDS
+        self._host = dict(HOST_SECONDS)
+        self._seconds: dict[tuple[bool, int], float] = {}
+        self._known: deque[bool] = deque()
 
-    def launched(self, late: bool) -> None:
-        """A step was launched. late: the device had nothing left to do by then."""
-        self._late.append(late)
-        longest = max(self._decode_seconds.values(), default=0.0)
-        wanted = 2 * self._early if late else DECAY * self._early
-        self._early = min(max(wanted, EARLY_SECONDS), longest + EARLY_SECONDS)
+    def launched(self, plan: StepPlan, seconds: float, waited: bool, late: bool) -> None:
+        """A step was planned and launched, which took the host `seconds`.
+
+        waited: the device had nothing to do by then. late: because the step before had ended meanwhile.
+        """
+        self._known.append(not waited)
+        prompts = _has_prompts(plan)
+        self._host[prompts] = max(seconds, self._host[prompts] + FALL * (seconds - self._host[prompts]))
+        longest = max(self._seconds.values(), default=0.0)
+        wanted = self._margin * (GROWTH if late else DECAY)
+        self._margin = min(max(wanted, MARGIN_SECONDS), longest + MARGIN_SECONDS)
 
     def completed(self, plan: StepPlan, seconds: float) -> None:
-        """The oldest launched step took so long. One that was launched late tells nothing."""
-        late = self._late.popleft()
-        if not late and plan.num_decode == len(plan.slots):
-            self._decode_seconds[_bucket(plan)] = seconds
+        """The oldest launched step took so long. One that the device waited for tells nothing."""
+        if self._known.popleft():
+            self._seconds[_kind(plan)] = seconds
 
-    def spare(self, plan: StepPlan) -> float:
-        """Seconds after the start of `plan` at which the step behind it is to be planned; may be negative."""
-        if plan.num_decode == len(plan.slots):
-            return self._decode_seconds.get(_bucket(plan), 0.0) - self._early
-        if self._cost is None:
-            return 0.0
-        return 1e-3 * SURE_SHARE * self._cost.milliseconds(plan.load) - self._early
+    def spare(self, plan: StepPlan, prompts: bool) -> float:
+        """Seconds after the start of `plan` at which the step behind it is to be planned, one with prompts or not; may
+        be negative."""
+        return self._expected(plan) - self._host[prompts] - self._margin
+
+    def _expected(self, plan: StepPlan) -> float:
+        seconds = self._seconds.get(_kind(plan))
+        if seconds is None and _has_prompts(plan) and self._cost is not None:
+            return 1e-3 * SURE_SHARE * self._cost.milliseconds(plan.load)
+        return seconds or 0.0
 
 
-def _bucket(plan: StepPlan) -> int:
-    """The same number for steps that are padded to the same batch size."""
-    return bisect.bisect_left(ROW_BUCKETS, len(plan.slots))
+def _has_prompts(plan: StepPlan) -> bool:
+    return plan.num_decode < len(plan.slots)
+
+
+def _kind(plan: StepPlan) -> tuple[bool, int]:
+    """The same for steps that take about as long."""
+    return _has_prompts(plan), bisect.bisect_left(SIZES, sum(plan.query_lens))

@@ -12,6 +12,8 @@ HEARTBEAT_SECONDS = 0.5
 BLOCKED_SECONDS = 0.01
 POLL_SECONDS = 0.001
 """The shortest time that a port can wait for messages."""
+NAP_SECONDS = 0.0002
+"""How often it is asked within a shorter one."""
 STALL_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,8 @@ class EngineLoop:
         """Loop until stopped. Raises whatever a step raises: the caller reports it and ends the process."""
         while not self._stop.is_set():
             deltas = self._receive(self._patience())
-            while not self._stop.is_set() and self._core.spare_seconds() >= POLL_SECONDS:
-                deltas += self._receive(POLL_SECONDS)
+            while not self._stop.is_set() and (spare := self._core.spare_seconds()) > 0:
+                deltas += self._receive_within(spare)
             deltas += self._step()
             now = time.monotonic()
             if deltas or now - self._last_sent >= HEARTBEAT_SECONDS:
@@ -53,6 +55,13 @@ class EngineLoop:
         if self._core.idle:
             return HEARTBEAT_SECONDS
         return BLOCKED_SECONDS if self._core.blocked else 0.0
+
+    def _receive_within(self, seconds: float) -> list[RequestDelta]:
+        """What comes within `seconds` or less, however short that is."""
+        if seconds >= POLL_SECONDS:
+            return self._receive(POLL_SECONDS)
+        time.sleep(min(seconds, NAP_SECONDS))
+        return self._receive(0.0)
 
     def _receive(self, timeout: float) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []

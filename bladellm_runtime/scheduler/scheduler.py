@@ -55,6 +55,11 @@ class Scheduler:
         return bool(self._roster.live)
 
     @property
+    def has_prompts(self) -> bool:
+        """True while a request waits or is being prefilled: the next step probably has prompt tokens."""
+        return bool(self._roster.waiting or self._roster.prefilling)
+
+    @property
     def idle(self) -> bool:
         """True when no request is live and no step is in flight; then no KV memory is used."""
         return not self._roster.live and not self._in_flight

@@ -8,7 +8,7 @@ import pytest
 from bladellm_runtime.engine import core as core_module
 from bladellm_runtime.engine import loop as loop_module
 from bladellm_runtime.engine.core import EngineCore
-from bladellm_runtime.engine.launch_timer import EARLY_SECONDS, LaunchTimer
+from bladellm_runtime.engine.launch_timer import MARGIN_SECONDS, LaunchTimer
 from bladellm_runtime.engine.loop import EngineLoop
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
@@ -42,6 +42,9 @@ class WatchedRunner(TimedRunner):
     def finished(self, launched) -> bool:
         return launched[1] <= self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class Port:
     """Messages that come at their time."""
@@ -68,7 +71,7 @@ class Port:
 def serve(monkeypatch, timer: LaunchTimer | None, jitter: float = 0.0) -> tuple[WatchedRunner, Port, list[float]]:
     """20 requests, 40 ms apart on average, after one that goes on decoding."""
     runner, rng = WatchedRunner(jitter), random.Random(3)
-    clock = SimpleNamespace(monotonic=runner.monotonic)
+    clock = SimpleNamespace(monotonic=runner.monotonic, sleep=runner.sleep)
     for module in (core_module, loop_module):
         monkeypatch.setattr(module, "time", clock)
     spec = KvSpec((KvGroup((0,), 64),), 16, 4000, 64, 4096)
@@ -102,18 +105,49 @@ def test_steps_of_uneven_length_leave_the_device_little_idle(monkeypatch):
     assert runner.idle < 0.01 * runner.now
 
 
+def decode_plan(rows: int = 1) -> StepPlan:
+    ones = [1] * rows
+    return StepPlan(1, slots=[*range(rows)], starts=[9] * rows, query_lens=ones, samples=[True] * rows, num_decode=rows)
+
+
+def on_time(timer: LaunchTimer, plan: StepPlan, host: float, device: float) -> None:
+    timer.launched(plan, host, waited=False, late=False)
+    timer.completed(plan, device)
+
+
 @pytest.mark.parametrize("cost", [COST, None])
-def test_the_time_grows_while_the_device_waits_and_comes_back(cost):
-    timer = LaunchTimer(cost)
-    plan = StepPlan(1, slots=[0], starts=[9], query_lens=[1], samples=[True], num_decode=1)
-    timer.launched(late=False)
-    timer.completed(plan, 0.01)
-    assert timer.spare(plan) == pytest.approx(0.01 - EARLY_SECONDS)
+def test_the_margin_grows_while_the_device_waits_and_comes_back(cost):
+    timer, plan = LaunchTimer(cost), decode_plan()
+    for _ in range(200):
+        on_time(timer, plan, HOST_SECONDS, 0.01)
+    assert timer.spare(plan, False) == pytest.approx(0.01 - HOST_SECONDS - MARGIN_SECONDS)
     for _ in range(20):
-        timer.launched(late=True)
+        timer.launched(plan, HOST_SECONDS, waited=True, late=True)
         timer.completed(plan, 0.5)
-    assert timer.spare(plan) == pytest.approx(-EARLY_SECONDS), "planned at once, the late steps' times not believed"
-    for _ in range(2000):
-        timer.launched(late=False)
-        timer.completed(plan, 0.01)
-    assert timer.spare(plan) == pytest.approx(0.01 - EARLY_SECONDS)
+    assert timer.spare(plan, False) < 0, "planned at once, the late steps' times not believed"
+    for _ in range(500):
+        on_time(timer, plan, HOST_SECONDS, 0.01)
+    assert timer.spare(plan, False) == pytest.approx(0.01 - HOST_SECONDS - MARGIN_SECONDS)
+
+
+def test_a_device_without_work_before_is_no_reason_to_hurry():
+    timer, plan = LaunchTimer(COST), decode_plan()
+    for _ in range(200):
+        on_time(timer, plan, HOST_SECONDS, 0.01)
+    for _ in range(20):
+        timer.launched(plan, HOST_SECONDS, waited=True, late=False)
+        timer.completed(plan, 0.5)
+    assert timer.spare(plan, False) == pytest.approx(0.01 - HOST_SECONDS - MARGIN_SECONDS)
+
+
+def test_a_step_with_prompts_is_planned_as_much_earlier_as_the_host_needs():
+    timer, plan = LaunchTimer(COST), decode_plan()
+    mixed = StepPlan(1, slots=[0, 1], starts=[9, 0], query_lens=[1, 300], samples=[True, True], num_decode=1)
+    assert timer.spare(mixed, True) < 1e-3 * COST.milliseconds(mixed.load), "before any was seen"
+    for _ in range(200):
+        on_time(timer, plan, HOST_SECONDS, 0.01)
+        on_time(timer, mixed, 5 * HOST_SECONDS, 0.02)
+    assert timer.spare(plan, False) - timer.spare(plan, True) == pytest.approx(4 * HOST_SECONDS)
+    assert timer.spare(mixed, False) - timer.spare(plan, False) == pytest.approx(0.01)
+    on_time(timer, plan, 0.003, 0.01)
+    assert timer.spare(plan, False) == pytest.approx(0.007 - MARGIN_SECONDS), "one slow launch counts at once"
