@@ -1,0 +1,102 @@
+"""Linear layers with delayed norms against float64."""
+
+import pytest
+import torch
+from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
+from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul
+
+from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+
+EPS = 1e-5
+SIZES = [(0, 6, 16), (1, 34, 48), (3, 130, 7), (5, 64, 160), (17, 258, 96), (130, 40, 64)]
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The norm in float64."""
+    x = x.double()
+    return x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * weight.double()
+
+
+def split_norm(x: torch.Tensor, weight: torch.Tensor, parts: int) -> DelayedNorm:
+    """The norm of x, its squares in so many parts."""
+    pieces = torch.tensor_split(x.float().square(), parts, dim=1)
+    return DelayedNorm(x * weight, torch.stack([piece.sum(1) for piece in pieces], 1), EPS)
+
+
+def tensors(sizes, dtype, device):
+    """x, weight, bias, residual and the two norms' weights."""
+    rows, outputs, inputs = sizes
+    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs), (inputs,), (outputs,)
+    x, weight, bias, residual, before, after = (torch.randn(shape).to(device, dtype) for shape in shapes)
+    return 3 * x, weight * inputs**-0.5, bias, residual, before, after
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_comes_before_the_product(dtype, device):
+    for sizes in SIZES:
+        x, weight, bias, _, norm_weight, _ = tensors(sizes, dtype, device)
+        expected = rms(x, norm_weight) @ weight.double().t()
+        for norm in (delayed_norm(x, norm_weight, EPS), split_norm(x, norm_weight, 5)):
+            assert_close(norm.normed(), rms(x, norm_weight).float(), dtype)
+            assert_close(normed_linear(norm, weight), expected.float(), dtype)
+            wide = torch.full(expected.shape, torch.nan, device=device)
+            assert normed_linear(norm, weight, bias, wide) is wide
+            assert_close(wide, (expected + bias.double()).float(), dtype)
+            out = torch.full_like(wide, torch.nan, dtype=dtype)
+            assert normed_linear(norm, weight, bias, out) is out
+            assert_close(out, wide, dtype)
+            gate, up = expected.chunk(2, dim=1)
+            gated = (gate / (1 + torch.exp(-gate)) * up).float()
+            assert_close(normed_linear_silu_mul(norm, weight), gated, dtype)
+            out = torch.full(gated.shape, torch.nan, dtype=dtype, device=device)
+            assert normed_linear_silu_mul(norm, weight, out) is out
+            assert_close(out, gated, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_behind_is_that_of_the_stream(dtype, device):
+    for sizes in SIZES:
+        x, weight, bias, residual, _, norm_weight = tensors(sizes, dtype, device)
+        expected = residual.double() + x.double() @ weight.double().t()
+        stream, norm = linear_add(x, weight, residual, norm_weight, EPS)
+        assert_close(stream, expected.float(), dtype)
+        assert_norm_of(norm, stream, norm_weight)
+        stream, norm = linear_add(x, weight, residual, norm_weight, EPS, bias, out=residual)
+        assert stream is residual
+        assert_close(stream, (expected + bias.double()).float(), dtype)
+        assert_norm_of(norm, stream, norm_weight)
+
+
+def assert_norm_of(norm: DelayedNorm, stream: torch.Tensor, norm_weight: torch.Tensor) -> None:
+    """Of the stream as it was rounded: the only error is that of float32 sums."""
+    assert norm.eps == EPS
+    assert torch.equal(norm.weighted, stream * norm_weight)
+    factors = torch.rsqrt(stream.double().square().mean(1) + EPS)
+    torch.testing.assert_close(norm.factors().double(), factors, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", {"x": torch.zeros(2, 15)}),
+        ("weight", {"weight": torch.zeros(8, 16, dtype=torch.float64)}),
+        ("residual", {"residual": torch.zeros(3, 8)}),
+        ("norm_weight", {"norm_weight": torch.zeros(7)}),
+        ("norm_weight", {"norm_weight": torch.zeros(8, dtype=torch.float16)}),
+        ("out", {"out": torch.zeros(2, 9)}),
+        ("bias", {"bias": torch.zeros(7)}),
+    ],
+)
+def test_wrong_arguments_are_named(name, change):
+    arguments = {
+        "x": torch.zeros(2, 16), "weight": torch.zeros(8, 16), "residual": torch.zeros(2, 8),
+        "norm_weight": torch.zeros(8), "eps": EPS,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=name):
+        linear_add(**(arguments | change))
+    if name in ("weight", "bias", "out"):
+        norm = delayed_norm(torch.zeros(2, 16), torch.zeros(16), EPS)
+        with pytest.raises(ValueError, match=name):
+            normed_linear(norm, **({"weight": torch.zeros(8, 16)} | change))
