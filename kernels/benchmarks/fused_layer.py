@@ -78,7 +78,9 @@ VARIANTS = {
     "cuBLAS": Variant(partial(separate, linear=F.linear)),
     "Hopper, separate": Variant(partial(separate, linear=linear)),
     "fused": Variant(fused),
-    "late 4": Variant(fused, (("late", 4),)),
+    "2 units": Variant(fused, (("units", 2),)),
+    "4 units": Variant(fused, (("units", 4),)),
+    "4 units, 32K": Variant(fused, (("units", 4), ("prefetch", 32768))),
     "late 12": Variant(fused, (("late", 12),)),
     "not early": Variant(fused, early=False),
 }
@@ -229,14 +231,17 @@ def check(weights: Weights, rows: int, variant: Variant) -> str:
     return f"{error:.5f} ({usual:.5f})"
 
 
-def time_chains(rows: int, table: ScheduleTable, weights: Weights, timer: GpuTimer, tokens: int) -> dict[str, float]:
+def time_chains(
+    rows: int, table: ScheduleTable, weights: Weights, timer: GpuTimer, args: argparse.Namespace
+) -> dict[str, float]:
     """Milliseconds of each variant."""
     x = torch.randn(rows, LLAMA_8B.hidden, device="cuda", dtype=DTYPE)
     mix: Mix = partial(queries_only, hidden=LLAMA_8B.hidden)
-    if tokens:
-        mix = random_attention(LLAMA_8B, rows, tokens, "cuda", DTYPE)
+    if args.attention:
+        mix = random_attention(LLAMA_8B, rows, args.tokens, "cuda", DTYPE)
     times = {}
-    for name, variant in VARIANTS.items():
+    for name in args.variants:
+        variant = VARIANTS[name]
         with variant.chosen(table):
             check(weights, rows, variant)
             times[name] = timer.replayed([partial(variant.chain, weights, x, mix=mix)]) * 1e3
@@ -252,16 +257,18 @@ def main() -> None:
     figures = {}
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as compilers:
         table = load_table(args.table) if args.table else best_table(args.rows, weights, timer, compilers)
-        waits = [compilers.submit(compile_chain, each, table, name, tokens) for each in args.rows for name in VARIANTS]
+        waits = [
+            compilers.submit(compile_chain, each, table, name, tokens) for each in args.rows for name in args.variants
+        ]
         for wait in waits:
             wait.result()
         if args.save_table:
             save_table(table, args.save_table)
         what = f"attention to {tokens} tokens a row" if tokens else "no attention"
-        print(f"\nStep of {LLAMA_8B.bytes / 1e9:.2f} GB, {what}, ms\n\n| M | " + " | ".join(VARIANTS) + " |")
-        print("| ---: " * (1 + len(VARIANTS)) + "|", flush=True)
+        print(f"\nStep of {LLAMA_8B.bytes / 1e9:.2f} GB, {what}, ms\n\n| M | " + " | ".join(args.variants) + " |")
+        print("| ---: " * (1 + len(args.variants)) + "|", flush=True)
         for each in args.rows:
-            figures[each] = time_chains(each, table, weights, timer, tokens)
+            figures[each] = time_chains(each, table, weights, timer, args)
             print(f"| {each} | " + " | ".join(f"{ms:.3f}" for ms in figures[each].values()) + " |", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "tokens": tokens, "ms": figures}, indent=1) + "\n")
@@ -270,6 +277,7 @@ def main() -> None:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="M, rows of x, ascending")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="of the step")
     parser.add_argument("--attention", action="store_true", help="rotary embedding, KV write and attention too")
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence, given --attention")
     parser.add_argument("--repeats", type=int, default=5, help="the median of so many replays counts")

@@ -53,6 +53,8 @@ class HopperSchedule:
     block_n: a multiple of 64, of each half where there is a gate. stages: tiles in the ring, all of them on their way
     before the inputs are ready; where they take less than half of the shared memory the next layer's are, too. late:
     with how many tiles to go a program lets the next kernel start, 0 for at once. prefetch: as above, behind the ring.
+    units: of work, for every program; it takes one after another where there are more than one, and those of a slow
+    program are left to others.
     """
 
     block_m: int
@@ -63,6 +65,7 @@ class HopperSchedule:
     warps: int = 4
     late: int = 0
     prefetch: int = 0
+    units: int = 1
 
 
 Schedule = GemvSchedule | DotSchedule | HopperSchedule

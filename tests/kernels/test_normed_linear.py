@@ -140,7 +140,8 @@ def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows):
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         expected = step().clone()
-        assert_close(expected, wide_step().float(), dtype)
+        wide = wide_step()
+        assert (expected.double() - wide).norm() < 0.02 * wide.norm()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=side):
             found = step()
