@@ -6,6 +6,7 @@ from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+from tests.kernels.decode_support import run_interpreted
 
 EPS = 1e-5
 SIZES = [(0, 6, 16), (1, 34, 48), (3, 130, 7), (5, 64, 160), (17, 258, 96), (130, 40, 64)]
@@ -75,6 +76,22 @@ def assert_norm_of(norm: DelayedNorm, stream: torch.Tensor, norm_weight: torch.T
     assert torch.equal(norm.weighted, stream * norm_weight)
     factors = torch.rsqrt(stream.double().square().mean(1) + EPS)
     torch.testing.assert_close(norm.factors().double(), factors, rtol=1e-6, atol=0)
+
+
+def interpreted() -> None:
+    from bladellm_kernels.delayed_norm_triton import launch_delayed_norm
+
+    for rows, columns in ((1, 16), (5, 100), (3, 513)):
+        x, weight = torch.randn(rows, columns + 3)[:, :columns], torch.randn(columns)
+        weighted, squares = torch.full((rows, columns), torch.nan), torch.full((rows, 1), torch.nan)
+        launch_delayed_norm(x, weight, weighted, squares)
+        torch.testing.assert_close(weighted, x * weight)
+        torch.testing.assert_close(squares[:, 0], x.square().sum(1))
+
+
+def test_the_norm_of_rows_in_one_kernel_interpreted():
+    pytest.importorskip("triton")
+    run_interpreted("tests.kernels.test_normed_linear", "interpreted")
 
 
 @pytest.mark.parametrize(
