@@ -1,11 +1,9 @@
-"""What becomes of the sums of `linear_hopper`: those of programs that share a block meet, and outputs are written."""
+"""What becomes of the sums of `linear_hopper`: those of units that share a block meet."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from bladellm_kernels.linear_tile_triton import store_outputs
 
 UNROLLED = 16384
 """Partial sums that are asked for at once: 128 registers of each of 128 threads."""
@@ -16,7 +14,7 @@ class Tile(NamedTuple):
 
     parts: 2 where the weight is a gate-up projection, of which a stage has a tile each. late: with how many tiles to go
     the next kernel may start, 0 for at once. prefetch: columns of the weight behind the ring's that are asked into the
-    L2 cache before the inputs are ready.
+    L2 cache before the inputs are ready. squares: of a norm in front, most partial sums a row has, a power of two.
     """
 
     rows: int
@@ -27,6 +25,7 @@ class Tile(NamedTuple):
     parts: int
     late: int = 0
     prefetch: int = 0
+    squares: int = 0
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -48,27 +47,15 @@ def zeros(TILE: gl.constexpr) -> gl.tuple:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _owner(tile: gl.tensor, total: gl.tensor) -> gl.tensor:
-    """The program that takes a tile."""
-    return ((tile + 1) * gl.num_programs(0) - 1) // total
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def block_segments(block: gl.tensor, length: gl.tensor, total: gl.tensor) -> gl.tuple:
-    """The lowest program that has tiles of a block, and how many have."""
-    lowest = _owner(block * length, total)
-    return lowest, _owner(block * length + length - 1, total) - lowest + 1
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _slot(lowest: gl.tensor, segment: gl.tensor) -> gl.tensor:
-    """Where the sums of a block's segment are left: at most one of a program's is a block's first, and one is not."""
+    """Where the sums of a block's segment are left: at most one of a unit's is a block's first, and one is not."""
     return (lowest + segment) * 2 + gl.minimum(segment, 1)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def join_segments(
     sums: gl.tuple,
+    unit: gl.tensor,
     partial: gl.tensor,
     counter: gl.tensor,
     lowest: gl.tensor,
@@ -76,13 +63,13 @@ def join_segments(
     SEGMENTS: gl.constexpr,
     TILE: gl.constexpr,
 ) -> gl.tuple:
-    """The sums over the whole of K, and whether this program has them: the last one to come takes the counter back."""
+    """The sums over the whole of K, and whether this unit has them: the last one to come takes the counter back."""
     PARTS: gl.constexpr = TILE.parts
     SIZE: gl.constexpr = TILE.outputs * TILE.rows
     last = segments == 1
     if segments > 1:
         place = partial + _numbers(TILE)
-        slot = _slot(lowest, gl.program_id(0) - lowest)
+        slot = _slot(lowest, unit - lowest)
         for part in gl.static_range(PARTS):
             gl.store(place + (slot * PARTS + part) * SIZE, sums[part])
         # All threads' sums are written before the one that counts says so.
@@ -138,34 +125,3 @@ def _add_segment(sums: gl.tuple, place: gl.tensor, inside: gl.tensor, TILE: gl.c
     for part in gl.static_range(PARTS):
         added += (sums[part] + gl.load(place + part * SIZE, mask=inside, other=0.0, cache_modifier=".cg"),)
     return added
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def finish(
-    sums: gl.tuple,
-    bias: gl.tensor | None,
-    residual: gl.tensor | None,
-    out: gl.tensor,
-    block: gl.tensor,
-    rows: gl.tensor,
-    outputs: gl.tensor,
-    residual_stride: gl.tensor,
-    out_stride: gl.tensor,
-    TILE: gl.constexpr,
-) -> None:
-    """Write a block's outputs: sums plus bias, their gate, plus the residual."""
-    LAYOUT: gl.constexpr = sums_layout(TILE)
-    output = block * TILE.outputs + gl.arange(0, TILE.outputs, layout=gl.SliceLayout(1, LAYOUT))
-    row = gl.arange(0, TILE.rows, layout=gl.SliceLayout(0, LAYOUT))
-    values = _add_bias(sums[0], bias, output, outputs)
-    if TILE.parts == 2:
-        up = _add_bias(sums[1], None if bias is None else bias + outputs, output, outputs)
-        values = values / (1.0 + gl.exp(-values)) * up
-    store_outputs(values, residual, out, output[:, None], row[None, :], rows, outputs, residual_stride, out_stride)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _add_bias(values: gl.tensor, bias: gl.tensor | None, output: gl.tensor, outputs: gl.tensor) -> gl.tensor:
-    if bias is not None:
-        values += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)[:, None]
-    return values

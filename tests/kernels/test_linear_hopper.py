@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -21,30 +22,40 @@ SHARED_HALF = 233472 // 2 - 1024
 
 
 def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bool) -> None:
-    """A launch on the CPU, programs in any order; x and the residual are NaN until the kernel waits for its inputs."""
+    """A launch on the CPU, programs in any order; all but weights is NaN until the kernel waits for its inputs."""
     from bladellm_kernels import linear_hopper as module
-    from bladellm_kernels.linear_launch import most_segments, new_workspace, workspace_sizes
-    from bladellm_kernels.linear_sums_hopper import Tile
+    from bladellm_kernels.linear_launch import (
+        most_segments,
+        new_workspace,
+        norm_arguments,
+        tile_of,
+        unit_count,
+        workspace_sizes,
+    )
 
     from tests.kernels.gluon_copy_engine import Described
     from tests.kernels.gluon_support import run_program
 
-    tile = Tile(schedule.block_m, schedule.block_n, schedule.block_k, schedule.stages, 4, call.parts, schedule.late, 16)
+    tile = tile_of(call, schedule)._replace(prefetch=16)
     length, blocks = -(-call.inputs // tile.inputs), -(-call.outputs // tile.outputs)
     programs = min(programs, length * blocks)
+    units = unit_count(programs, length * blocks, schedule)
     workspace = new_workspace(call.x.device, *workspace_sizes(call, schedule, programs))
     workspace.partial.fill_(torch.nan)
-    inputs = [each for each in (call.x, call.residual) if each is not None]
-    values = [each.clone() for each in inputs]
     for program in random.sample(range(programs), programs):
+        # The residual may lie where earlier programs have written.
+        inputs = [call.x, call.residual, call.front and call.front.squares]
+        inputs = [each for each in inputs if each is not None]
+        values = [each.clone() for each in inputs]
         for each in inputs:
             each.fill_(torch.nan)
         prefetched = run_program(
             module.hopper_linear_kernel, program, late_copies,
             Described(call.x), Described(call.weight), call.weight, call.weight.stride(0), call.bias, call.residual,
-            call.out, workspace.partial, workspace.counters, len(call.x), call.outputs, call.inputs, *call.strides[2:],
-            programs=programs, on_wait=lambda: [each.copy_(value) for each, value in zip(inputs, values, strict=True)],
-            TILE=tile, SEGMENTS=most_segments(length, blocks * length, programs), EARLY=True,
+            call.out, *norm_arguments(call), workspace.partial, workspace.counters, len(call.x), call.outputs,
+            call.inputs, *call.strides[2:], units,
+            programs=programs, on_wait=partial(copy_all, inputs, values),
+            TILE=tile, SEGMENTS=most_segments(length, blocks * length, units), QUEUE=units > programs, EARLY=True,
         )  # fmt: skip
         for first, size in prefetched:
             row, column = first // call.weight.stride(0), first % call.weight.stride(0)
@@ -53,18 +64,71 @@ def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bo
     assert not workspace.counters.any()
 
 
+def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_stage_is_filled_before_it_is_read_and_read_before_it_is_filled(parts, late_copies):
+@pytest.mark.parametrize("units", [1, 3])
+def test_every_stage_is_filled_before_it_is_read_and_read_before_it_is_filled(units, parts, late_copies):
     for programs, stages, sizes in [
         (1, 3, (5, 34, 104)), (3, 2, (8, 32, 160)), (8, 4, (1, 50, 88)), (5, 3, (7, 10, 200)), (9, 2, (3, 33, 16))
     ]:  # fmt: skip
-        schedule = HopperSchedule(8, 16, 16, stages=stages, late=programs % 4)
+        schedule = HopperSchedule(8, 16, 16, stages=stages, late=programs % 4, units=units)
         call = linear_call(sizes, torch.bfloat16, parts, extras=programs > 1)
         run_in_python(call, schedule, programs, late_copies)
         assert_close(call.out, expected_of(call), torch.bfloat16)
         assert call.out._base[sizes[0] :].isnan().all()
         assert call.out._base[:, sizes[1] :].isnan().all()
+
+
+def check_norms(call, residual: torch.Tensor | None) -> None:
+    """The outputs against float64, with the factors of the norm in front; the norm behind against the outputs."""
+    dtype = call.x.dtype
+    normed = call
+    if call.front is not None:
+        normed = replace(call, x=call.x.double() * call.front.factors().double()[:, None])
+    assert_close(call.out, expected_of(replace(normed, residual=residual)), dtype)
+    if call.behind is not None:
+        assert_close(call.behind.weighted, call.out.float() * call.behind.weight.float(), dtype)
+        blocks = torch.split(call.out.float().square(), -(-call.outputs // call.behind.squares.shape[1]), dim=1)
+        expected = torch.stack([block.sum(1) for block in blocks], 1)
+        torch.testing.assert_close(call.behind.squares, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("late_copies", [False, True])
+@pytest.mark.parametrize(("parts", "front", "behind"), [(1, True, False), (2, True, False), (1, False, True)])
+def test_norms_in_front_and_behind(parts, front, behind, late_copies):
+    from tests.kernels.linear_support import with_norms
+
+    for programs, stages, sizes in [(1, 3, (5, 32, 104)), (7, 2, (8, 64, 160)), (5, 3, (7, 16, 200))]:
+        for extras in (False, True):
+            call = linear_call(sizes, torch.bfloat16, parts, extras)
+            call = with_norms(call, sizes[1] // 16, front, behind)
+            residual = None if call.residual is None else call.residual.clone()
+            if behind and extras:
+                call.out.copy_(residual)
+                call = replace(call, residual=call.out)
+            schedule = HopperSchedule(8, 16, 16, stages=stages, units=1 + extras)
+            run_in_python(call, schedule, programs, late_copies)
+            check_norms(call, residual)
+
+
+@pytest.mark.parametrize(("parts", "norms"), [(1, ["front"]), (2, ["front"]), (1, ["behind"])], ids=str)
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_with_norms_it_fits_two_programs_to_a_multiprocessor(parts, norms, rows, monkeypatch):
+    from tests.kernels.linear_support import compiled_for_hopper
+
+    schedule = HopperSchedule(rows, 128 // parts, 64, stages=4 if rows > 16 else 6)
+    compiled = compiled_for_hopper(monkeypatch, (rows - 1, 6144, 4096), schedule, parts, norms=norms)
+    text = compiled.asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert not re.search(r"(ld|st|atom|red)\.global", before)
+    assert "st.global" in after
+    assert spilled(text) == 0
+    assert compiled.metadata.shared <= SHARED_HALF
 
 
 @pytest.mark.parametrize("late", [0, 9])
@@ -93,7 +157,7 @@ def gpu_calls(dtype):
     ]:  # fmt: skip
         for schedule in (
             HopperSchedule(8, 128, 64), HopperSchedule(16, 64, 128, stages=5), HopperSchedule(64, 128, 64, 0, 3),
-            HopperSchedule(64, 64, 64, 2, 4), HopperSchedule(128, 128, 64, 1, 4, 8),
+            HopperSchedule(64, 64, 64, 2, 4), HopperSchedule(128, 128, 64, 1, 4, 8), HopperSchedule(8, 64, 64, units=3),
         ):  # fmt: skip
             for rows in {1, schedule.block_m - 3, schedule.block_m}:
                 yield linear_call((rows, outputs, inputs), dtype, parts, extras, "cuda"), schedule
@@ -118,9 +182,9 @@ def test_on_a_gpu(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("late", [0, 6])
+@pytest.mark.parametrize(("late", "units"), [(0, 1), (6, 1), (0, 3)])
 @pytest.mark.parametrize("rows", [1, 8, 33])
-def test_a_captured_chain_of_layers_gives_the_same_bits_at_every_replay(rows, late):
+def test_a_captured_chain_of_layers_gives_the_same_bits_at_every_replay(rows, late, units):
     """Every layer starts beside the one in front, whose outputs are its inputs; some have a few tiles only."""
     from bladellm_kernels.linear_launch import LinearCall, launch
 
@@ -129,7 +193,7 @@ def test_a_captured_chain_of_layers_gives_the_same_bits_at_every_replay(rows, la
     weights = [torch.randn(n, k, dtype=dtype, device=device) * k**-0.5 for k, n in pairwise(widths)]
     values = [torch.randn(rows, width, dtype=dtype, device=device) for width in widths]
     schedule = HopperSchedule(64, 64, 64, stages=4) if rows > 8 else HopperSchedule(8, 128, 64)
-    schedule = replace(schedule, late=late, prefetch=late * 4096)
+    schedule = replace(schedule, late=late, prefetch=late * 4096, units=units)
     calls = [LinearCall(x, w, None, None, y, 1) for (x, y), w in zip(pairwise(values), weights, strict=True)]
 
     def chain() -> None:
@@ -168,3 +232,30 @@ def test_it_refuses_what_the_copy_engine_cannot_read():
     assert not takes(weight[:, :60], weight[:, :60])
     with pytest.raises(ValueError, match="16 bytes"):
         launch(LinearCall(x, weight, None, None, whole.new_empty(9, 32), 1), HopperSchedule(16, 64, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_on_a_gpu(dtype):
+    from bladellm_kernels.linear_launch import launch
+
+    from tests.kernels.linear_support import with_norms
+
+    for schedule in (
+        HopperSchedule(8, 128, 64),
+        HopperSchedule(8, 64, 64, units=4),
+        HopperSchedule(64, 64, 64, stages=4),
+        HopperSchedule(128, 128, 64, 1, 4, 8),
+    ):
+        for parts, behind, rows in [(1, False, 1), (1, True, 7), (2, False, 8), (1, True, 8)]:
+            call = linear_call((rows, 3072, 4096), dtype, parts, device="cuda")
+            call = with_norms(call, 3072 // schedule.block_n, not behind, behind)
+            residual = torch.randn_like(call.out) if behind else None
+            call = replace(call, residual=None if residual is None else call.out)
+            results = []
+            for _ in range(4):
+                call.out.fill_(torch.nan) if residual is None else call.out.copy_(residual)
+                launch(call, schedule)
+                check_norms(call, residual)
+                results.append((call.out.clone(), call.behind.squares.clone() if behind else call.out))
+            assert all(torch.equal(*pair) for other in results for pair in zip(results[0], other, strict=True))
