@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
+from bladellm_kernels.has_triton import has_triton
+
 
 @dataclass(frozen=True, slots=True)
 class DelayedNorm:
     """The RMS norm of x [M, H] in two parts.
 
     weighted: x · weight, [M, H] of x's type, float32, bfloat16 or float16 (of which x · weight must be in the range).
-    squares: float32 [M, P], sums of x² over P disjoint parts of a row. eps: added to the mean of the squares.
+    squares: float32 [M, P], sums of x² over P disjoint parts of a row. Both are contiguous. eps: added to the mean of
+    the squares.
     """
 
     weighted: torch.Tensor
@@ -34,12 +37,19 @@ class DelayedNorm:
 def delayed_norm(x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> DelayedNorm:
     """The norm of rows that no linear layer wrote: those of the embedding.
 
-    x: [M, H]; norm_weight: [H] of its type and device. The squares have one part. Raises ValueError naming the
+    One kernel on CUDA where triton is installed. x: [M, H]; norm_weight: [H] of its type and device. The squares have
+    one part. Raises ValueError naming the
     argument that is wrong.
     """
     check_norm_weight(norm_weight, x)
-    wide = x.float()
-    return DelayedNorm(x * norm_weight, wide.square().sum(1, keepdim=True), eps)
+    if not (x.is_cuda and has_triton() and x.stride(1) == norm_weight.stride(0) == 1):
+        return DelayedNorm(x * norm_weight, x.float().square().sum(1, keepdim=True), eps)
+    from bladellm_kernels.delayed_norm_triton import launch_delayed_norm
+
+    weighted = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    squares = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    launch_delayed_norm(x, norm_weight, weighted, squares)
+    return DelayedNorm(weighted, squares, eps)
 
 
 def check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ def linear(
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], may be `out`; all of one floating-point type and device.
     out: [M, N] to write to. Returns it, or a new tensor. Raises ValueError naming the argument that is wrong.
     """
-    _check(x, weight, bias, out, residual, weight.shape[0])
+    check_arguments(x, weight, bias, out, residual, weight.shape[0])
     schedule = schedule_for(x, weight)
     if schedule is None:
         return _by_torch(x, weight, bias, out, residual)
@@ -64,7 +64,7 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
     """
     if weight.shape[0] % 2:
         raise ValueError(f"weight must have as many rows for the gate as for the other half, got {weight.shape[0]}")
-    _check(x, weight, None, out, None, weight.shape[0] // 2)
+    check_arguments(x, weight, None, out, None, weight.shape[0] // 2)
     schedule = schedule_for(x, weight, gated=True)
     if schedule is not None:
         return _launch(schedule, x, weight, None, out, None, 2)
@@ -140,14 +140,16 @@ def _by_torch(
     return y if out is None else out.copy_(y)
 
 
-def _check(
+def check_arguments(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     residual: torch.Tensor | None,
     outputs: int,
+    out_types: tuple[torch.dtype, ...] = (),
 ) -> None:
+    """As `linear` says, of so many outputs; out may have other types than x's. ValueError names the wrong argument."""
     if weight.ndim != 2 or x.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x must be [M, K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}")
     shapes = {"weight": weight.shape, "bias": weight.shape[:1], "out": (len(x), outputs), "residual": (len(x), outputs)}
@@ -156,7 +158,8 @@ def _check(
             continue
         if tensor.shape != shapes[name]:
             raise ValueError(f"{name} must be {list(shapes[name])}, got {list(tensor.shape)}")
-        if tensor.dtype != x.dtype or tensor.device != x.device:
+        typed = tensor.dtype == x.dtype or (name == "out" and tensor.dtype in out_types)
+        if not typed or tensor.device != x.device:
             raise ValueError(f"{name} must be {x.dtype} on {x.device} like x, got {tensor.dtype} on {tensor.device}")
         if name != "weight" and tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.linear_sums_hopper import block_segments, finish, join_segments, zeros
+from bladellm_kernels.linear_outputs_hopper import Outputs, finish, norm_weight_of, residual_of_few_rows, row_factors
+from bladellm_kernels.linear_sums_hopper import block_segments, join_segments, zeros
 
 
 @gluon.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -30,6 +31,8 @@ def hopper_linear_kernel(
     bias: gl.tensor | None,
     residual: gl.tensor | None,
     out: gl.tensor,
+    front: gl.tuple | None,
+    behind: gl.tuple | None,
     partial: gl.tensor,
     counters: gl.tensor,
     rows: gl.tensor,
@@ -42,12 +45,13 @@ def hopper_linear_kernel(
     EARLY: gl.constexpr,
 ) -> None:
     """Program p takes tiles [p · T / P, (p + 1) · T / P) of T, counted along K and then along N. weight, weight_rows:
-    [parts · outputs, inputs], the latter in memory. partial, counters: as in `linear_triton`."""
+    [parts · outputs, inputs], the latter in memory. front, behind: a `NormInFront` and a `NormBehind`, or None.
+    partial, counters: as in `linear_triton`."""
     let_next_start(EARLY and TILE.late == 0)
     length = gl.cdiv(inputs, TILE.inputs)
     total = gl.cdiv(outputs, TILE.outputs) * length
     begin, end = _first_tile(gl.program_id(0), total), _first_tile(gl.program_id(0) + 1, total)
-    ring = _new_ring(out.dtype.element_ty, TILE)
+    ring = _new_ring(weight_rows.dtype.element_ty, TILE)
     STAGES: gl.constexpr = TILE.stages
     for first in gl.static_range(STAGES):
         _fetch_weight(weight, ring, first, begin + first, end, length, outputs, TILE)
@@ -56,6 +60,8 @@ def hopper_linear_kernel(
     wait_for_inputs(EARLY)
     for first in gl.static_range(STAGES):
         _fetch_x(x, ring, first, begin + first, end, length, TILE)
+    factors = row_factors(front, rows, inputs, TILE)
+    outs = Outputs(out, rows, outputs, out_stride, residual_stride, residual, bias, behind)
     tile = begin
     while tile < end:
         block = tile // length
@@ -72,11 +78,12 @@ def hopper_linear_kernel(
             gl.thread_barrier()
             _fetch_weight(weight, ring, stage, each + STAGES, end, length, outputs, TILE)
             _fetch_x(x, ring, stage, each + STAGES, end, length, TILE)
+        asked, norm_weight = residual_of_few_rows(outs, block, TILE), norm_weight_of(outs, block, TILE)
         last = True
         if SEGMENTS > 1:
             sums, last = join_segments(sums, partial, counters + block, lowest, segments, SEGMENTS, TILE)
         if last:
-            finish(sums, bias, residual, out, block, rows, outputs, residual_stride, out_stride, TILE)
+            finish(sums, factors, asked, norm_weight, outs, block, TILE)
         tile = stop
 
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.linear_gemv_triton import gemv_kernel
 from bladellm_kernels.linear_hopper import described, hopper_linear_kernel, takes
+from bladellm_kernels.linear_outputs_hopper import NormBehind, NormInFront
 from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, HopperSchedule, Schedule
 from bladellm_kernels.linear_sums_hopper import Tile
 from bladellm_kernels.linear_triton import linear_kernel
@@ -16,10 +18,23 @@ from bladellm_kernels.power_of_two import power_of_two
 
 
 @dataclass(frozen=True, slots=True)
+class NextNorm:
+    """Where the `DelayedNorm` of a call's outputs goes: weight [N], weighted [M, N] contiguous, squares float32 [M, P].
+
+    P: as many as the schedule has blocks of outputs.
+    """
+
+    weight: torch.Tensor
+    weighted: torch.Tensor
+    squares: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LinearCall:
     """x [M, K], weight [parts · N, K], bias [parts · N] or None, residual [M, N] or None, out [M, N]; last strides 1.
 
-    parts: 2 where out is `silu(first N) · second N`, else 1.
+    parts: 2 where out is `silu(first N) · second N`, else 1. front: the norm that x is the weighted part of; behind:
+    that of the outputs; with either of them the schedule is one for Hopper, and out may be float32.
     """
 
     x: torch.Tensor
@@ -28,6 +43,8 @@ class LinearCall:
     residual: torch.Tensor | None
     out: torch.Tensor
     parts: int
+    front: DelayedNorm | None = None
+    behind: NextNorm | None = None
 
     @property
     def outputs(self) -> int:
@@ -64,8 +81,10 @@ def launch(call: LinearCall, schedule: Schedule) -> None:
 
     Calls on one stream share memory, so a graph must not be replayed beside another one captured on the same stream.
     Raises RuntimeError where that memory would have to be allocated while a graph is captured: call it once before;
-    ValueError where x has more rows than the schedule, or its kernel cannot read x or the weight.
+    ValueError where x has more rows than the schedule, or its kernel has no norms or cannot read x or the weight.
     """
+    if (call.front or call.behind) and not isinstance(schedule, HopperSchedule):
+        raise ValueError(f"only kernels for Hopper have norms, got {schedule}")
     if isinstance(schedule, GemvSchedule):
         launch_gemv(call, schedule)
         return
@@ -124,23 +143,38 @@ def launch_hopper(call: LinearCall, schedule: HopperSchedule, programs: int, wor
     """Rows up to the schedule's block_m. ValueError where they are more."""
     if len(call.x) > schedule.block_m:
         raise ValueError(f"x has {len(call.x)} rows, the schedule holds {schedule.block_m}")
-    columns = schedule.prefetch // (call.parts * schedule.block_n * call.weight.element_size())
-    tile = Tile(
-        schedule.block_m, schedule.block_n, schedule.block_k, schedule.stages, schedule.warps, call.parts,
-        schedule.late, columns,
-    )  # fmt: skip
+    tile = tile_of(call, schedule)
     length = triton.cdiv(call.inputs, tile.inputs)
     total = triton.cdiv(call.outputs, tile.outputs) * length
     programs = min(programs, total)
     hopper_linear_kernel[(programs,)](
         described(call.x, tile.rows, tile.inputs), described(call.weight, tile.outputs, tile.inputs),
-        call.weight, call.weight.stride(0), call.bias, call.residual, call.out, workspace.partial, workspace.counters,
-        len(call.x), call.outputs, call.inputs, *call.strides[2:],
+        call.weight, call.weight.stride(0), call.bias, call.residual, call.out, *norm_arguments(call),
+        workspace.partial, workspace.counters, len(call.x), call.outputs, call.inputs, *call.strides[2:],
         TILE=tile,
         SEGMENTS=most_segments(length, total, programs),
         num_warps=schedule.warps,
         **early_launch(call.x.device),
     )  # fmt: skip
+
+
+def tile_of(call: LinearCall, schedule: HopperSchedule) -> Tile:
+    """What the kernel for Hopper is compiled for."""
+    columns = schedule.prefetch // (call.parts * schedule.block_n * call.weight.element_size())
+    squares = power_of_two(call.front.squares.shape[1]) if call.front else 0
+    return Tile(
+        schedule.block_m, schedule.block_n, schedule.block_k, schedule.stages, schedule.warps, call.parts,
+        schedule.late, columns, squares,
+    )  # fmt: skip
+
+
+def norm_arguments(call: LinearCall) -> tuple[NormInFront | None, NormBehind | None]:
+    """The norms of a call as its kernel takes them."""
+    front, behind = call.front, call.behind
+    return (
+        None if front is None else NormInFront(front.squares, front.squares.shape[1], front.eps),
+        None if behind is None else NormBehind(behind.weight, behind.weighted, behind.squares),
+    )
 
 
 def workspace_sizes(call: LinearCall, schedule: DotSchedule | HopperSchedule, programs: int) -> tuple[int, int]:

@@ -91,6 +91,13 @@ class ScheduleTable:
                 return entry.schedule
         return None if known else default_schedule(rows, gated)
 
+    def choose_with_norms(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> HopperSchedule | None:
+        """The same of a table for layers with norms, which kernels for Hopper alone have; None for other operators."""
+        if (outputs, inputs, gated) not in self.entries:
+            return default_hopper_schedule(rows, gated)
+        schedule = self.choose(rows, outputs, inputs, gated)
+        return schedule if isinstance(schedule, HopperSchedule) else None
+
 
 def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
     """For shapes nobody measured, None for cuBLAS.
@@ -106,6 +113,13 @@ def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
     if gated or block_m <= 16:
         return DotSchedule(block_m, block_n=64, block_k=128 // (1 + gated), stages=4, prefetch=32768)
     return DotSchedule(block_m, block_n=128, block_k=64, stages=4, warps=8, prefetch=32768)
+
+
+def default_hopper_schedule(rows: int, gated: bool = False) -> HopperSchedule | None:
+    """For shapes of layers with norms that nobody measured, None for other operators: of more rows cuBLAS is faster."""
+    if rows > 16:
+        return None
+    return HopperSchedule(max(8, power_of_two(rows)), 128 // (1 + gated), 64, stages=6)
 
 
 def save_table(table: ScheduleTable, path: Path) -> None:

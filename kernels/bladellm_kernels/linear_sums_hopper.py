@@ -1,11 +1,9 @@
-"""What becomes of the sums of `linear_hopper`: those of programs that share a block meet, and outputs are written."""
+"""What becomes of the sums of `linear_hopper`: those of programs that share a block meet."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from bladellm_kernels.linear_tile_triton import store_outputs
 
 UNROLLED = 16384
 """Partial sums that are asked for at once: 128 registers of each of 128 threads."""
@@ -16,7 +14,7 @@ class Tile(NamedTuple):
 
     parts: 2 where the weight is a gate-up projection, of which a stage has a tile each. late: with how many tiles to go
     the next kernel may start, 0 for at once. prefetch: columns of the weight behind the ring's that are asked into the
-    L2 cache before the inputs are ready.
+    L2 cache before the inputs are ready. squares: of a norm in front, most partial sums a row has, a power of two.
     """
 
     rows: int
@@ -27,6 +25,7 @@ class Tile(NamedTuple):
     parts: int
     late: int = 0
     prefetch: int = 0
+    squares: int = 0
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -138,34 +137,3 @@ def _add_segment(sums: gl.tuple, place: gl.tensor, inside: gl.tensor, TILE: gl.c
     for part in gl.static_range(PARTS):
         added += (sums[part] + gl.load(place + part * SIZE, mask=inside, other=0.0, cache_modifier=".cg"),)
     return added
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def finish(
-    sums: gl.tuple,
-    bias: gl.tensor | None,
-    residual: gl.tensor | None,
-    out: gl.tensor,
-    block: gl.tensor,
-    rows: gl.tensor,
-    outputs: gl.tensor,
-    residual_stride: gl.tensor,
-    out_stride: gl.tensor,
-    TILE: gl.constexpr,
-) -> None:
-    """Write a block's outputs: sums plus bias, their gate, plus the residual."""
-    LAYOUT: gl.constexpr = sums_layout(TILE)
-    output = block * TILE.outputs + gl.arange(0, TILE.outputs, layout=gl.SliceLayout(1, LAYOUT))
-    row = gl.arange(0, TILE.rows, layout=gl.SliceLayout(0, LAYOUT))
-    values = _add_bias(sums[0], bias, output, outputs)
-    if TILE.parts == 2:
-        up = _add_bias(sums[1], None if bias is None else bias + outputs, output, outputs)
-        values = values / (1.0 + gl.exp(-values)) * up
-    store_outputs(values, residual, out, output[:, None], row[None, :], rows, outputs, residual_stride, out_stride)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _add_bias(values: gl.tensor, bias: gl.tensor | None, output: gl.tensor, outputs: gl.tensor) -> gl.tensor:
-    if bias is not None:
-        values += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)[:, None]
-    return values

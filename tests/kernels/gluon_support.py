@@ -176,7 +176,7 @@ class Machine:
             max=lambda value, axis: value.amax(axis),
             sum=lambda value, axis: value.sum(axis),
             reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
-            exp=torch.exp, exp2=torch.exp2, log2=torch.log2, static_range=range,
+            exp=torch.exp, rsqrt=torch.rsqrt, exp2=torch.exp2, log2=torch.log2, static_range=range,
             convert_layout=lambda value, layout: value,
             thread_barrier=lambda: None,
             allocate_shared_memory=_poisoned,

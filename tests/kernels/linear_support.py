@@ -1,11 +1,15 @@
 """Random calls of `linear` into poisoned outputs, and its kernels without a GPU."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from bladellm_kernels import linear_launch as launches
+from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.linear_launch import (
     LinearCall,
+    NextNorm,
     launch_dot,
     launch_gemv,
     launch_hopper,
@@ -29,6 +33,19 @@ def linear_call(sizes, dtype, parts=1, extras=False, device="cpu") -> LinearCall
     return LinearCall(x, weight, bias, residual, out[:rows, :outputs], parts)
 
 
+def with_norms(call: LinearCall, blocks: int, front: bool, behind: bool) -> LinearCall:
+    """The call with an x whose norm is delayed, its squares in three parts, or with a norm of its outputs, all NaN."""
+    before, after = None, None
+    if front:
+        pieces = torch.tensor_split(torch.randn(call.x.shape).to(call.x.device), 3, dim=1)
+        before = DelayedNorm(call.x, torch.stack([piece.square().sum(1) for piece in pieces], 1), 1e-5)
+    if behind:
+        weighted = torch.full_like(call.out, torch.nan, memory_format=torch.contiguous_format)
+        squares = torch.full((len(call.x), blocks), torch.nan, device=call.x.device)
+        after = NextNorm(torch.randn_like(call.out[0]), weighted, squares)
+    return replace(call, front=before, behind=after)
+
+
 def run(call: LinearCall, schedule: Schedule, programs: int = 1) -> torch.Tensor:
     """Launch in poisoned memory; what is beside the output stays poison, and counters are 0 again."""
     if isinstance(schedule, GemvSchedule):
@@ -45,8 +62,8 @@ def run(call: LinearCall, schedule: Schedule, programs: int = 1) -> torch.Tensor
     return call.out
 
 
-def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtype=torch.bfloat16):
-    """A kernel as the launch compiles it for sm_90, without a GPU."""
+def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtype=torch.bfloat16, norms=()):
+    """A kernel as the launch compiles it for sm_90, without a GPU. norms: among front and behind."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -73,7 +90,10 @@ def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtyp
     monkeypatch.setattr(launches, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})
     rows, outputs, inputs = sizes
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
-    call = LinearCall(x, torch.empty(parts * outputs, inputs, dtype=dtype), None, None, out, parts)
+    residual = torch.empty_like(out) if "behind" in norms else None
+    call = LinearCall(x, torch.empty(parts * outputs, inputs, dtype=dtype), None, residual, out, parts)
+    if norms:
+        call = with_norms(call, -(-outputs // schedule.block_n), "front" in norms, "behind" in norms)
     if isinstance(schedule, GemvSchedule):
         launch_gemv(call, schedule)
     else:

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -21,29 +22,31 @@ SHARED_HALF = 233472 // 2 - 1024
 
 
 def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bool) -> None:
-    """A launch on the CPU, programs in any order; x and the residual are NaN until the kernel waits for its inputs."""
+    """A launch on the CPU, programs in any order; all but weights is NaN until the kernel waits for its inputs."""
     from bladellm_kernels import linear_hopper as module
-    from bladellm_kernels.linear_launch import most_segments, new_workspace, workspace_sizes
-    from bladellm_kernels.linear_sums_hopper import Tile
+    from bladellm_kernels.linear_launch import most_segments, new_workspace, norm_arguments, tile_of, workspace_sizes
 
     from tests.kernels.gluon_copy_engine import Described
     from tests.kernels.gluon_support import run_program
 
-    tile = Tile(schedule.block_m, schedule.block_n, schedule.block_k, schedule.stages, 4, call.parts, schedule.late, 16)
+    tile = tile_of(call, schedule)._replace(prefetch=16)
     length, blocks = -(-call.inputs // tile.inputs), -(-call.outputs // tile.outputs)
     programs = min(programs, length * blocks)
     workspace = new_workspace(call.x.device, *workspace_sizes(call, schedule, programs))
     workspace.partial.fill_(torch.nan)
-    inputs = [each for each in (call.x, call.residual) if each is not None]
-    values = [each.clone() for each in inputs]
     for program in random.sample(range(programs), programs):
+        # The residual may lie where earlier programs have written.
+        inputs = [call.x, call.residual, call.front and call.front.squares]
+        inputs = [each for each in inputs if each is not None]
+        values = [each.clone() for each in inputs]
         for each in inputs:
             each.fill_(torch.nan)
         prefetched = run_program(
             module.hopper_linear_kernel, program, late_copies,
             Described(call.x), Described(call.weight), call.weight, call.weight.stride(0), call.bias, call.residual,
-            call.out, workspace.partial, workspace.counters, len(call.x), call.outputs, call.inputs, *call.strides[2:],
-            programs=programs, on_wait=lambda: [each.copy_(value) for each, value in zip(inputs, values, strict=True)],
+            call.out, *norm_arguments(call), workspace.partial, workspace.counters, len(call.x), call.outputs,
+            call.inputs, *call.strides[2:],
+            programs=programs, on_wait=partial(copy_all, inputs, values),
             TILE=tile, SEGMENTS=most_segments(length, blocks * length, programs), EARLY=True,
         )  # fmt: skip
         for first, size in prefetched:
@@ -51,6 +54,11 @@ def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bo
             assert ((row < len(call.weight)) & (column % 8 == 0) & (size % 16 == 0) & (size > 0)).all()
             assert (column + size // 2 <= call.inputs).all()
     assert not workspace.counters.any()
+
+
+def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
 @pytest.mark.parametrize("late_copies", [False, True])
@@ -65,6 +73,52 @@ def test_every_stage_is_filled_before_it_is_read_and_read_before_it_is_filled(pa
         assert_close(call.out, expected_of(call), torch.bfloat16)
         assert call.out._base[sizes[0] :].isnan().all()
         assert call.out._base[:, sizes[1] :].isnan().all()
+
+
+def check_norms(call, residual: torch.Tensor | None) -> None:
+    """The outputs against float64, with the factors of the norm in front; the norm behind against the outputs."""
+    dtype = call.x.dtype
+    normed = call
+    if call.front is not None:
+        normed = replace(call, x=call.x.double() * call.front.factors().double()[:, None])
+    assert_close(call.out, expected_of(replace(normed, residual=residual)), dtype)
+    if call.behind is not None:
+        assert_close(call.behind.weighted, call.out.float() * call.behind.weight.float(), dtype)
+        blocks = torch.split(call.out.float().square(), -(-call.outputs // call.behind.squares.shape[1]), dim=1)
+        expected = torch.stack([block.sum(1) for block in blocks], 1)
+        torch.testing.assert_close(call.behind.squares, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("late_copies", [False, True])
+@pytest.mark.parametrize(("parts", "front", "behind"), [(1, True, False), (2, True, False), (1, False, True)])
+def test_norms_in_front_and_behind(parts, front, behind, late_copies):
+    from tests.kernels.linear_support import with_norms
+
+    for programs, stages, sizes in [(1, 3, (5, 32, 104)), (7, 2, (8, 64, 160)), (5, 3, (7, 16, 200))]:
+        for extras in (False, True):
+            call = linear_call(sizes, torch.bfloat16, parts, extras)
+            call = with_norms(call, sizes[1] // 16, front, behind)
+            residual = None if call.residual is None else call.residual.clone()
+            if behind and extras:
+                call.out.copy_(residual)
+                call = replace(call, residual=call.out)
+            run_in_python(call, HopperSchedule(8, 16, 16, stages=stages), programs, late_copies)
+            check_norms(call, residual)
+
+
+@pytest.mark.parametrize(("parts", "norms"), [(1, ["front"]), (2, ["front"]), (1, ["behind"])], ids=str)
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_with_norms_it_fits_two_programs_to_a_multiprocessor(parts, norms, rows, monkeypatch):
+    from tests.kernels.linear_support import compiled_for_hopper
+
+    schedule = HopperSchedule(rows, 128 // parts, 64, stages=4 if rows > 16 else 6)
+    compiled = compiled_for_hopper(monkeypatch, (rows - 1, 6144, 4096), schedule, parts, norms=norms)
+    text = compiled.asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert not re.search(r"(ld|st|atom|red)\.global", before)
+    assert "st.global" in after
+    assert spilled(text) == 0
+    assert compiled.metadata.shared <= SHARED_HALF
 
 
 @pytest.mark.parametrize("late", [0, 9])

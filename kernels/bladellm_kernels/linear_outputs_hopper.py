@@ -1,0 +1,155 @@
+"""From the sums of `linear_hopper` to outputs: the factor of a norm in front, bias, gate, residual, the norm behind."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from bladellm_kernels.linear_sums_hopper import sums_layout
+
+FEW_ROWS = gl.constexpr(16)
+"""Most rows of which the residual is loaded before the sums are whole."""
+
+
+class NormInFront(NamedTuple):
+    """x is weighted, not yet divided. squares: float32 [rows, parts], sums of squares of parts of its rows."""
+
+    squares: gl.tensor
+    parts: gl.tensor
+    eps: gl.tensor
+
+
+class NormBehind(NamedTuple):
+    """Of the outputs. weight: [outputs]; weighted: [rows, outputs]; squares: float32 [rows, blocks of outputs]."""
+
+    weight: gl.tensor
+    weighted: gl.tensor
+    squares: gl.tensor
+
+
+class Outputs(NamedTuple):
+    """out, residual: [rows, outputs]; bias: [parts · outputs]; behind: a `NormBehind`; the last three may be None."""
+
+    out: gl.tensor
+    rows: gl.tensor
+    outputs: gl.tensor
+    out_stride: gl.tensor
+    residual_stride: gl.tensor
+    residual: gl.tensor | None
+    bias: gl.tensor | None
+    behind: gl.tuple | None
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def squares_layout(parts: int, warps: int) -> gl.BlockedLayout:
+    """Of [rows, parts]: a row is in one warp, four numbers of it a thread."""
+    lanes = min(32, max(1, parts // 4))
+    return gl.BlockedLayout([1, min(parts, 4)], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def row_factors(front: gl.tuple | None, rows: gl.tensor, inputs: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
+    """What the sums of each row are multiplied by, float32 [rows], or nothing where no norm is in front."""
+    found: gl.tuple = ()
+    if front is not None:
+        LAYOUT: gl.constexpr = squares_layout(TILE.squares, TILE.warps)
+        row = gl.arange(0, TILE.rows, layout=gl.SliceLayout(1, LAYOUT))
+        part = gl.arange(0, TILE.squares, layout=gl.SliceLayout(0, LAYOUT))
+        inside = (row < rows)[:, None] & (part < front.parts)[None, :]
+        squares = gl.load(front.squares + row[:, None] * front.parts + part[None, :], mask=inside, other=0.0)
+        factor = gl.rsqrt(gl.sum(squares, 1) / inputs + front.eps)
+        found += (gl.convert_layout(factor, gl.SliceLayout(0, sums_layout(TILE))),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _outputs_and_rows(block: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
+    """Numbers of a block's outputs and of the rows."""
+    LAYOUT: gl.constexpr = sums_layout(TILE)
+    output = block * TILE.outputs + gl.arange(0, TILE.outputs, layout=gl.SliceLayout(1, LAYOUT))
+    return output, gl.arange(0, TILE.rows, layout=gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def residual_of_few_rows(outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
+    """A block's residual, loaded while its sums still meet, or nothing where there is none or registers do not hold it.
+
+    Every program of a block reads it, but only the last one to come uses it, and writes the outputs that may lie in the
+    same place.
+    """
+    found: gl.tuple = ()
+    if outs.residual is not None and TILE.rows <= FEW_ROWS:
+        found += (_load_residual(outs, block, TILE),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_residual(outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr) -> gl.tensor:
+    output, row = _outputs_and_rows(block, TILE)
+    inside = (output < outs.outputs)[:, None] & (row < outs.rows)[None, :]
+    return gl.load(outs.residual + row[None, :] * outs.residual_stride + output[:, None], mask=inside, other=0.0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def norm_weight_of(outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
+    """A block's weights of the norm behind, likewise, or nothing where there is none."""
+    found: gl.tuple = ()
+    if outs.behind is not None:
+        output, _ = _outputs_and_rows(block, TILE)
+        found += (gl.load(outs.behind.weight + output, mask=output < outs.outputs, other=0.0),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def finish(
+    sums: gl.tuple,
+    factors: gl.tuple,
+    asked: gl.tuple,
+    norm_weight: gl.tuple,
+    outs: gl.tuple,
+    block: gl.tensor,
+    TILE: gl.constexpr,
+) -> None:
+    """Write a block's outputs: sums by the rows' factors, plus bias, their gate, plus the residual; and their norm.
+
+    asked: the residual, where it was loaded before.
+    """
+    output, row = _outputs_and_rows(block, TILE)
+    inside = (output < outs.outputs)[:, None] & (row < outs.rows)[None, :]
+    values = _scaled(sums[0], factors, outs.bias, output, outs.outputs)
+    if TILE.parts == 2:
+        bias = None if outs.bias is None else outs.bias + outs.outputs
+        up = _scaled(sums[1], factors, bias, output, outs.outputs)
+        values = values / (1.0 + gl.exp(-values)) * up
+    if len(asked) == 1:
+        values += asked[0].to(gl.float32)
+    elif outs.residual is not None:
+        values += _load_residual(outs, block, TILE).to(gl.float32)
+    rounded = values.to(outs.out.dtype.element_ty)
+    gl.store(outs.out + row[None, :] * outs.out_stride + output[:, None], rounded, mask=inside)
+    if outs.behind is not None:
+        _leave_norm(gl.where(inside, rounded.to(gl.float32), 0.0), norm_weight[0], inside, outs, block, TILE)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _scaled(
+    values: gl.tensor, factors: gl.tuple, bias: gl.tensor | None, output: gl.tensor, outputs: gl.tensor
+) -> gl.tensor:
+    if len(factors) == 1:
+        values *= factors[0][None, :]
+    if bias is not None:
+        values += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)[:, None]
+    return values
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _leave_norm(
+    stream: gl.tensor, weight: gl.tensor, inside: gl.tensor, outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr
+) -> None:
+    """The block of a `DelayedNorm` of the outputs as they were rounded, zero outside."""
+    output, row = _outputs_and_rows(block, TILE)
+    behind = outs.behind
+    weighted = (stream * weight.to(gl.float32)[:, None]).to(behind.weighted.dtype.element_ty)
+    gl.store(behind.weighted + row[None, :] * outs.outputs + output[:, None], weighted, mask=inside)
+    blocks = gl.cdiv(outs.outputs, TILE.outputs)
+    gl.store(behind.squares + row * blocks + block, gl.sum(stream * stream, 0), mask=row < outs.rows)
