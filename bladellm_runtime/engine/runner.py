@@ -136,7 +136,7 @@ class ModelRunner:
         return step
 
     def _run_flat(self, plan: StepPlan) -> RunningStep:
-        """A step of any rows: replayed up to the final norm, which needs the tokens that are to have logits, or not."""
+        """A step of any rows: replayed up to the final norm, or not."""
         flat = flatten(plan, self._tokens, self._arena)
         size = None if self._mixed is None else self._mixed.send(flat)
         if self._mixed is None or size is None:

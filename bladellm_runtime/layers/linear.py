@@ -6,26 +6,27 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.fused_rows import fused_rows
 from bladellm_kernels.linear import linear
-from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul
+from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
 from bladellm_kernels.silu_mul import silu_mul
 
 
 class LinearLayer(ABC):
     """What a decoder needs of a linear layer, however its weight is stored.
 
-    Besides the layer alone there are three compounds with the operators around it. All layers can compute them; up to
-    `fused_rows` rows of x they are one kernel each, and faster than the operators apart. `bytes`: of everything it
-    holds on its device.
+    Besides the layer alone there are three compounds with the operators around it, which all layers can compute, and
+    some by one kernel each. `bytes`: of everything it holds on its device.
     """
 
     bytes: int
-    fused_rows: int = 0
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
+
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        """Whether the compounds of so many rows of x are kernels, `gated` with `normed_silu_mul` in place of others."""
+        return False
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer of a norm, of [T, in] -> [T, out] of its type. `out` may be of float32."""
@@ -51,11 +52,15 @@ class Linear(LinearLayer):
         self.weight = weight
         self.bias = bias
         self.bytes = sum(part.nbytes for part in (weight, bias) if part is not None)
-        self.fused_rows = fused_rows(weight)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
+
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        # In float16 x · weight can be out of range before the division of the norm.
+        ranged = self.weight.dtype != torch.float16
+        return ranged and norms_schedule(rows, self.weight, gated and self.bias is None) is not None
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         return normed_linear(norm, self.weight, self.bias, out)

@@ -62,11 +62,10 @@ class DecoderLayer:
         stream = self.attention(stream, batch, cos, sin, self.mlp_norm)
         return self.mlp(stream, next_norm)
 
-    @property
-    def fused_rows(self) -> int:
-        """The most rows for which all linear layers fuse with the operators around them."""
-        linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
-        return min(linear.fused_rows for linear in linears)
+    def fuses(self, rows: int) -> bool:
+        """Whether all linear layers fuse with the operators around them, of so many tokens."""
+        others = (self.attention.qkv, self.attention.output, self.mlp.down)
+        return self.mlp.gate_up.fuses(rows, gated=True) and all(linear.fuses(rows) for linear in others)
 
 
 class Decoder:
@@ -82,8 +81,7 @@ class Decoder:
         self.dtype = self.embedding.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
-        self.fused_rows = min(self.head.fused_rows, *(layer.fused_rows for layer in self.layers))
-        """The most rows of a decode step whose linear layers fuse with the operators around them."""
+        self._fusing: dict[int, bool] = {}
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -100,13 +98,19 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Run a step of decode rows alone, by fused operators where it has no more than `fused_rows` rows.
+        """Run a step of decode rows alone, by fused operators where it `fuses`.
 
         Returns the logits of all its rows, [T, vocab], as `logits` does.
         """
-        if len(batch.input_ids) > self.fused_rows:
-            return self.logits(self._run(NormedStream, batch, self.norm).normed, out)
-        return _logits(self.head.normed, self._run(FusedStream, batch, self.norm).norm, out)
+        if self.fuses(len(batch.input_ids)):
+            return _logits(self.head.normed, self._run(FusedStream, batch, self.norm).norm, out)
+        return _logits(self.head, self._run(NormedStream, batch, self.norm).normed, out)
+
+    def fuses(self, rows: int) -> bool:
+        """Whether a decode step of so many rows takes the fused operators: where all linear layers have them."""
+        if rows not in self._fusing:
+            self._fusing[rows] = self.head.fuses(rows) and all(layer.fuses(rows) for layer in self.layers)
+        return self._fusing[rows]
 
     def _run(self, kind: type[Stream], batch: ForwardBatch, final_norm: RmsNorm) -> Stream:
         """The residual stream behind the last layer, normalised by `final_norm`."""

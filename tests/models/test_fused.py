@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from bladellm_kernels.fused_rows import HOPPER_ROWS, most_rows
 
 from bladellm_runtime.engine.captured_sampling import GreedySampling
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -36,10 +34,11 @@ NAN_TOKEN, ZERO_TOKEN = VOCAB - 1, VOCAB - 2
 @contextmanager
 def fused(model: Decoder, rows: int) -> Iterator[mock.Mock]:
     """Decode steps of up to `rows` rows fuse; `call_count` is how many did."""
-    before, model.fused_rows = model.fused_rows, rows
-    with mock.patch.object(model.head, "normed", wraps=model.head.normed) as steps:
+    with (
+        mock.patch.object(model, "fuses", lambda count: count <= rows),
+        mock.patch.object(model.head, "normed", wraps=model.head.normed) as steps,
+    ):
         yield steps
-    model.fused_rows = before
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,22 +158,37 @@ def padded_logits(model: Decoder, prompts: dict[int, list[int]], padding: int) -
     return sampling.logits.clone()
 
 
-def test_what_fuses_by_itself(tmp_path):
-    """Weights of bfloat16 on a Hopper, of whole 16-byte loads; a model as far as all its layers do."""
-    assert most_rows(True, torch.bfloat16, 4096) == HOPPER_ROWS
-    assert most_rows(False, torch.bfloat16, 4096) == 0
-    assert most_rows(True, torch.float16, 4096) == 0
-    assert most_rows(True, torch.bfloat16, 4100) == 0
-    save_tiny(tmp_path, "llama")
-    with mock.patch("bladellm_runtime.layers.linear.fused_rows", lambda weight: weight.shape[1]):
-        assert load_tiny(tmp_path).fused_rows == 48
-    assert load_tiny(tmp_path).fused_rows == 0
+def test_a_model_fuses_where_all_its_layers_do(tmp_path):
+    """The weights on a device without such kernels have none; those that have may differ in how many rows they take."""
+    save_tiny(tmp_path, "llama", mlp_bias=True)
+    assert not load_tiny(tmp_path).fuses(1)
+    asked = set()
+
+    def schedule(rows: int, weight: torch.Tensor, gated: bool = False) -> object:
+        asked.add((tuple(weight.shape), gated))
+        return None if rows > weight.shape[1] - 40 else object()
+
+    with mock.patch("bladellm_runtime.layers.linear.norms_schedule", schedule):
+        model = load_tiny(tmp_path)
+        assert [model.fuses(rows) for rows in (1, 8, 9)] == [True, True, False]
+        assert not load_tiny(tmp_path, dtype=torch.float16).fuses(1)
+        assert asked == {
+            ((VOCAB, 48), False),
+            ((80, 48), False),
+            ((48, 48), False),
+            ((116, 48), False),
+            ((48, 58), False),
+        }
+        asked.clear()
+        model.layers[2].mlp.gate_up.bias = None
+        assert model.fuses(2)
+        assert ((116, 48), True) in asked
 
 
-def test_one_quantized_layer_is_enough_to_fuse_nothing(tmp_path: Path):
+def test_one_quantized_layer_is_enough_to_fuse_nothing(tmp_path):
     ignore = ["lm_head", "re:.*self_attn.*", "re:.*gate_proj", "re:.*up_proj", "re:.*[12].mlp.down_proj"]
     Tiny(tmp_path, plan("compressed-tensors", SCHEMES["w4 g16"], ignore), "llama")
-    with mock.patch("bladellm_runtime.layers.linear.fused_rows", return_value=8):
+    with mock.patch("bladellm_runtime.layers.linear.norms_schedule"):
         model = load_tiny(tmp_path)
-    assert [layer.fused_rows for layer in model.layers] == [0, 8, 8]
-    assert model.fused_rows == 0
+        assert [layer.fuses(1) for layer in model.layers] == [False, True, True]
+        assert not model.fuses(1)
