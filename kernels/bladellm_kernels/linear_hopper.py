@@ -78,12 +78,7 @@ def hopper_linear_kernel(
             gl.thread_barrier()
             _fetch_weight(weight, ring, stage, each + STAGES, end, length, outputs, TILE)
             _fetch_x(x, ring, stage, each + STAGES, end, length, TILE)
-        asked, norm_weight = residual_of_few_rows(outs, block, TILE), norm_weight_of(outs, block, TILE)
-        last = True
-        if SEGMENTS > 1:
-            sums, last = join_segments(sums, partial, counters + block, lowest, segments, SEGMENTS, TILE)
-        if last:
-            finish(sums, factors, asked, norm_weight, outs, block, TILE)
+        _write_block(sums, factors, outs, block, partial, counters, lowest, segments, SEGMENTS, TILE)
         tile = stop
 
 
@@ -190,6 +185,28 @@ def _add_products(sums: gl.tuple, ring: gl.tuple, stage: gl.tensor, turn: gl.ten
     for part in gl.static_range(PARTS):
         done += (warpgroup_mma_wait(num_outstanding=PARTS - 1 - part, deps=(added[part],)),)
     return done
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _write_block(
+    sums: gl.tuple,
+    factors: gl.tuple,
+    outs: gl.tuple,
+    block: gl.tensor,
+    partial: gl.tensor,
+    counters: gl.tensor,
+    lowest: gl.tensor,
+    segments: gl.tensor,
+    SEGMENTS: gl.constexpr,
+    TILE: gl.constexpr,
+) -> None:
+    """Leave a program's sums of a block, or write its outputs where they are the last ones."""
+    asked, norm_weight = residual_of_few_rows(outs, block, TILE), norm_weight_of(outs, block, TILE)
+    last = True
+    if SEGMENTS > 1:
+        sums, last = join_segments(sums, partial, counters + block, lowest, segments, SEGMENTS, TILE)
+    if last:
+        finish(sums, factors, asked, norm_weight, outs, block, TILE)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

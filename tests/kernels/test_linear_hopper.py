@@ -222,3 +222,29 @@ def test_it_refuses_what_the_copy_engine_cannot_read():
     assert not takes(weight[:, :60], weight[:, :60])
     with pytest.raises(ValueError, match="16 bytes"):
         launch(LinearCall(x, weight, None, None, whole.new_empty(9, 32), 1), HopperSchedule(16, 64, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_on_a_gpu(dtype):
+    from bladellm_kernels.linear_launch import launch
+
+    from tests.kernels.linear_support import with_norms
+
+    for schedule in (
+        HopperSchedule(8, 128, 64),
+        HopperSchedule(64, 64, 64, stages=4),
+        HopperSchedule(128, 128, 64, 1, 4, 8),
+    ):
+        for parts, behind, rows in [(1, False, 1), (1, True, 7), (2, False, 8), (1, True, 8)]:
+            call = linear_call((rows, 3072, 4096), dtype, parts, device="cuda")
+            call = with_norms(call, 3072 // schedule.block_n, not behind, behind)
+            residual = torch.randn_like(call.out) if behind else None
+            call = replace(call, residual=None if residual is None else call.out)
+            results = []
+            for _ in range(4):
+                call.out.fill_(torch.nan) if residual is None else call.out.copy_(residual)
+                launch(call, schedule)
+                check_norms(call, residual)
+                results.append((call.out.clone(), call.behind.squares.clone() if behind else call.out))
+            assert all(torch.equal(*pair) for other in results for pair in zip(results[0], other, strict=True))

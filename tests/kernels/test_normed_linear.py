@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul
+from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 
@@ -100,3 +100,52 @@ def test_wrong_arguments_are_named(name, change):
         norm = delayed_norm(torch.zeros(2, 16), torch.zeros(16), EPS)
         with pytest.raises(ValueError, match=name):
             normed_linear(norm, **({"weight": torch.zeros(8, 16)} | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 13])
+def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows):
+    """Layers whose residual stream is written in place, each starting beside the one in front."""
+    hidden, inner, dtype, device = 2048, 5632, torch.bfloat16, "cuda"
+    shapes = {"qkv": (hidden, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    layers = [
+        {name: torch.randn(n, k, dtype=dtype, device=device) * k**-0.5 for name, (n, k) in shapes.items()}
+        for _ in range(6)
+    ]
+    norms = [1 + torch.randn(hidden, dtype=dtype, device=device) / 8 for _ in range(13)]
+    assert all(norms_schedule(rows, layer["o"]) is not None for layer in layers)
+    x = torch.randn(rows, hidden, dtype=dtype, device=device)
+    stream = torch.empty_like(x)
+
+    def step() -> torch.Tensor:
+        stream.copy_(x)
+        norm = delayed_norm(stream, norms[0], EPS)
+        for index, layer in enumerate(layers):
+            queries = normed_linear(norm, layer["qkv"])
+            _, norm = linear_add(queries, layer["o"], stream, norms[2 * index + 1], EPS, out=stream)
+            gated = normed_linear_silu_mul(norm, layer["gate_up"])
+            _, norm = linear_add(gated, layer["down"], stream, norms[2 * index + 2], EPS, out=stream)
+        return norm.normed()
+
+    def wide_step() -> torch.Tensor:
+        wide = x.double()
+        for index, layer in enumerate(layers):
+            w = {name: weight.double().t() for name, weight in layer.items()}
+            wide = wide + rms(wide, norms[2 * index]) @ w["qkv"] @ w["o"]
+            gate, up = (rms(wide, norms[2 * index + 1]) @ w["gate_up"]).chunk(2, dim=1)
+            wide = wide + torch.nn.functional.silu(gate) * up @ w["down"]
+        return rms(wide, norms[-1])
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        expected = step().clone()
+        assert_close(expected, wide_step().float(), dtype)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            found = step()
+        for _ in range(50):
+            found.fill_(torch.nan)
+            for _ in range(3):
+                graph.replay()
+            assert torch.equal(found, expected)
