@@ -57,8 +57,8 @@ def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     sizes, mixed = graph_sizes(args), mixed_sizes(args)
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     logits = max(sizes, default=0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
-    # Beside the activations, what the last layer leaves.
-    activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + 2 * spec.hidden_size) * dtype.itemsize
+    # Beside the activations, what the final norm leaves.
+    activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + spec.hidden_size) * dtype.itemsize
     parts = PROGRAMS * PROGRAM_STATE * spec.head_dim * torch.float32.itemsize if mixed else 0
     return logits + activations + parts + (len(sizes) + len(mixed)) * GRAPH_BYTES
 

@@ -36,8 +36,8 @@ def mixed_sizes(args: EngineArgs) -> list[int]:
 
 
 class MixedGraphs:
-    """Captures a step of decode rows and prefill chunks for each of `sizes`, from its tokens to the last layer's
-    output, and replays it for plans that fit.
+    """Captures a step of decode rows and prefill chunks for each of `sizes`, from its tokens to their hidden states,
+    and replays it for plans that fit.
 
     Which rows decode and how chunks are cut is read from static arrays (`MixedInputs`). Eager operators take the step
     from there: how many tokens have logits differs. One stream, one step after the other.
@@ -64,9 +64,8 @@ class MixedGraphs:
         self._window = None if None in spec.windows else max(window or 0 for window in spec.windows)
         self.inputs = MixedInputs(self._sizes, arena, self._heads, spec.windows, model.dtype)
         shape = (self._sizes[-1], spec.hidden_size)
-        self.output = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        """The last layer's, and the residual stream."""
-        self.residual = torch.zeros_like(self.output)
+        self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        """States after the final norm."""
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
@@ -90,8 +89,7 @@ class MixedGraphs:
     def forward(self, flat: FlatPlan, size: int) -> Tensor:
         """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does."""
         self._graphs[size]()
-        wanted = self.inputs.logit_tokens(flat, size)
-        return self._model.final_norm(self.output, self.residual, wanted)
+        return self.hidden.index_select(0, self.inputs.logit_tokens(flat, size))
 
     def _cost(self, chunks: Sequence[PrefillRow]) -> float:
         """µs of prefill attention in a layer."""
@@ -105,10 +103,7 @@ class MixedGraphs:
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token)
             batch.workspace, batch.rotation = self._workspace, self._rotation
-            output, residual = self._model.run_layers(batch)
-            self.output[:size].copy_(output)
-            if residual is not None:
-                self.residual[:size].copy_(residual)
+            self.hidden[:size].copy_(self._model.forward(batch))
 
         return capture(forward)
 

@@ -136,7 +136,7 @@ class ModelRunner:
         return step
 
     def _run_flat(self, plan: StepPlan) -> RunningStep:
-        """A step of any rows: replayed up to the final norm, which needs the tokens that are to have logits, or not."""
+        """A step of any rows: replayed up to the final norm, or not."""
         flat = flatten(plan, self._tokens, self._arena)
         size = None if self._mixed is None else self._mixed.send(flat)
         if self._mixed is None or size is None:
@@ -152,7 +152,10 @@ class ModelRunner:
         inputs.batch.planned = self._planned
         self._arena.wait()
         self._arena.move(plan.memory.moves)
-        return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
+        if flat.prefills:
+            return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
+        outputs, keep = self._sample(plan, self._model.decode(inputs.batch))
+        return RunningStep(len(plan.slots), flat.sampling_rows, outputs, keep=[inputs, keep])
 
     def _finish(self, plan: StepPlan, flat: FlatPlan, hidden: torch.Tensor, inputs: StepInputs | None) -> RunningStep:
         """hidden: of `flat.logit_tokens`, [R, hidden size]."""

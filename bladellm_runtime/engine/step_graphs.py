@@ -103,7 +103,7 @@ class StepGraphs:
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token)
             batch.workspace, batch.rotation = self._workspace, self._rotation
-            self._model.logits(self._model.forward(batch), out=logits)
+            self._model.decode(batch, out=logits)
 
         samplings = [partial(self.sampling.sample, stage, logits, arrays) for stage in range(self.sampling.stages)]
         return StepGraph(capture(forward), [capture(sampling) for sampling in samplings])

@@ -13,6 +13,7 @@ from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.residual import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +55,29 @@ class Attention:
         if q_norm is not None and k_norm is not None:
             self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], writing K and V to the arena; cos, sin: tables of the step's positions."""
-        heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    def __call__(
+        self, stream: Stream, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor, norm: RmsNorm
+    ) -> Stream:
+        """Reads the stream's norm and adds to it, writing K and V to the arena.
+
+        cos, sin: tables of the step's positions. norm: of what reads the stream next.
+        """
         kv = batch.kv.layer(self.layer)
+        q = self._store(stream.linear(self.qkv), kv, batch, cos, sin)
+        return stream.add(self.output, self._attend(q, kv, batch).flatten(1), norm)
+
+    def _store(
+        self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """qkv [T, (Hq + 2 · Hkv) · D] -> turned queries [T, Hq, D], keys and values written."""
+        tokens, heads, kv_heads = len(qkv), self.shape.heads, self.shape.kv_heads
+        q, k, v = qkv.view(tokens, -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), 1)
         wide = qkv.is_cuda and bool(batch.prefills)
-        out = empty_queries((x.shape[0], heads, self.shape.head_dim), qkv.dtype, qkv.device) if wide else None
-        q = rotary_kv_write(
+        out = empty_queries((tokens, heads, self.shape.head_dim), qkv.dtype, qkv.device) if wide else None
+        return rotary_kv_write(
             q, k, v, cos, sin, kv, batch.kv_rows, batch.granule_rows,
             norms=self.norms, rotate=batch.rotation, out=out,
         )  # fmt: skip
-        return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
 
     def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""

@@ -1,28 +1,52 @@
 """Linear layers: of a plain weight, and of several pieces that give the outputs of one fused layer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.linear import linear
+from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
+from bladellm_kernels.silu_mul import silu_mul
 
 
-class LinearLayer(Protocol):
+class LinearLayer(ABC):
     """What a decoder needs of a linear layer, however its weight is stored.
 
-    `bytes`: of everything it holds on its device.
+    Besides the layer alone there are three compounds with the operators around it, which all layers can compute, and
+    some by one kernel each. `bytes`: of everything it holds on its device.
     """
 
     bytes: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, out] of the same type."""
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
+
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        """Whether the compounds of so many rows of x are kernels, `gated` with `normed_silu_mul` in place of others."""
+        return False
+
+    def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer of a norm, of [T, in] -> [T, out] of its type. `out` may be of float32."""
+        y = self(norm.normed())
+        return y if out is None else out.copy_(y)
+
+    def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
+        """`silu(gate) · up` of the layer of a norm, of [T, in] -> [T, out / 2]; the gate's outputs first."""
+        return silu_mul(self.normed(norm))
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, DelayedNorm]:
+        """Add the layer of x [T, in] to the residual stream [T, out], in place. Returns the stream and its norm."""
+        residual.add_(self(x))
+        return residual, delayed_norm(residual, norm_weight, eps)
 
 
-class Linear:
-    """`x · weightᵀ + bias`: x [T, in], weight [out, in], bias [out] or None, all of one type. Returns [T, out], or
-    writes to `out`."""
+class Linear(LinearLayer):
+    """`x · weightᵀ + bias`: x [T, in], weight [out, in], bias [out] or None, all of one type."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
@@ -33,8 +57,26 @@ class Linear:
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        # In float16 x · weight can be out of range before the division of the norm.
+        ranged = self.weight.dtype != torch.float16
+        return ranged and norms_schedule(rows, self.weight, gated and self.bias is None) is not None
 
-class StackedLinear:
+    def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        return normed_linear(norm, self.weight, self.bias, out)
+
+    def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
+        if self.bias is not None:
+            return silu_mul(self.normed(norm))
+        return normed_linear_silu_mul(norm, self.weight)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, DelayedNorm]:
+        return linear_add(x, self.weight, residual, norm_weight, eps, self.bias, out=residual)
+
+
+class StackedLinear(LinearLayer):
     """Pieces that read the same x [T, in]; their outputs side by side, [T, out of all].
 
     For fused layers whose parts cannot be one weight: of different schemes, orders of inputs or input scales.
@@ -44,5 +86,5 @@ class StackedLinear:
         self.pieces = tuple(pieces)
         self.bytes = sum(piece.bytes for piece in pieces)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([piece(x) for piece in self.pieces], dim=1)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([piece(x) for piece in self.pieces], dim=1, out=out)

@@ -1,9 +1,8 @@
 """The gated MLP of Llama-like models."""
 
-import torch
-from bladellm_kernels.silu_mul import silu_mul
-
 from bladellm_runtime.layers.linear import LinearLayer
+from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.residual import Stream
 
 
 class GatedMlp:
@@ -13,6 +12,6 @@ class GatedMlp:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        return self.down(silu_mul(self.gate_up(x)))
+    def __call__(self, stream: Stream, norm: RmsNorm) -> Stream:
+        """Reads the stream's norm and adds to it. `norm`: of what reads it next."""
+        return stream.add(self.down, stream.silu_mul(self.gate_up), norm)

@@ -24,6 +24,19 @@ class RmsNorm:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps, total=residual)
 
-    def gather(self, x: torch.Tensor, residual: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
-        """The normed sum in the rows `index`, int64 [R], alone: x, residual [T, N] -> [R, N]."""
-        return gather_add_rms_norm(x, residual, index, self.weight, self.eps)
+    def of(self, rows: torch.Tensor | None) -> "RmsNorm":
+        """This norm in `rows`, int64 [R], alone; itself for None, all rows."""
+        return self if rows is None else RowsRmsNorm(self.weight, self.eps, rows)
+
+
+class RowsRmsNorm(RmsNorm):
+    """The norm of a stream that ends here, in a few rows: those of tokens whose logits are wanted."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, rows: torch.Tensor) -> None:
+        super().__init__(weight, eps)
+        self.rows = rows
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed sum in the rows, [R, N], and the stream [T, N] as it was: nothing more will be added to it."""
+        normed = gather_add_rms_norm(x, residual, self.rows, self.weight, self.eps)
+        return normed, x if residual is None else residual

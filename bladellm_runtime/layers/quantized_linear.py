@@ -10,6 +10,7 @@ from bladellm_kernels.w4a16_linear import pack_w4a16, w4a16_linear
 from bladellm_kernels.w8a8_linear import pack_w8a8, w8a8_linear
 from bladellm_kernels.w8a16_linear import pack_w8a16, w8a16_linear
 
+from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_runtime.quantization.weight import QuantizedWeight
 
@@ -58,7 +59,7 @@ OPERATORS: dict[str, Operator] = {
 """By `Scheme.name`."""
 
 
-class QuantizedLinear:
+class QuantizedLinear(LinearLayer):
     """`x · weightᵀ + bias` of a quantized weight. x [T, in] and bias [out] of type `dtype`; returns [T, out] of it."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -71,10 +72,11 @@ class QuantizedLinear:
         self.bytes = held_bytes(self.packed) + sum(part.nbytes for part in (bias, self.order) if part is not None)
         self._apply = operator.apply
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.order is not None:
             x = x.index_select(1, self.order)
-        return self._apply(x, self.packed, self.bias, self.input_scale)
+        y = self._apply(x, self.packed, self.bias, self.input_scale)
+        return y if out is None else out.copy_(y)
 
 
 def held_bytes(packed: Any) -> int:

@@ -1,8 +1,11 @@
 """The one decoder class: a pre-norm transformer with grouped-query attention and a gated MLP, as its spec describes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.widen import widen
 
 from bladellm_runtime.layers.attention import Attention, AttentionShape
@@ -11,8 +14,11 @@ from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.mlp import GatedMlp
 from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.residual import FusedStream, NormedStream, Stream
 from bladellm_runtime.layers.rotary import RotaryEmbedding
 from bladellm_runtime.models.config import ModelSpec
+
+Hidden = TypeVar("Hidden", torch.Tensor, DelayedNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,16 @@ class DecoderLayer:
         self.mlp = GatedMlp(linear("gate_up"), linear("down"))
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: ForwardBatch,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: the output of the layer before, not yet added to the residual stream. Returns (own output, residual)."""
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, batch, cos, sin)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        self, stream: Stream, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor, next_norm: RmsNorm
+    ) -> Stream:
+        """stream: normalised by `input_norm`. Returns it with what the layer adds, normalised by `next_norm`."""
+        stream = self.attention(stream, batch, cos, sin, self.mlp_norm)
+        return self.mlp(stream, next_norm)
+
+    def fuses(self, rows: int) -> bool:
+        """Whether all linear layers fuse with the operators around them, of so many tokens."""
+        others = (self.attention.qkv, self.attention.output, self.mlp.down)
+        return self.mlp.gate_up.fuses(rows, gated=True) and all(linear.fuses(rows) for linear in others)
 
 
 class Decoder:
@@ -77,6 +81,7 @@ class Decoder:
         self.dtype = self.embedding.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
+        self._fusing: dict[int, bool] = {}
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -84,31 +89,43 @@ class Decoder:
 
         Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden].
         """
-        return self.final_norm(*self.run_layers(batch), batch.logit_tokens)
-
-    @torch.inference_mode()
-    def run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The step without the final norm: the last layer's output, and the residual stream it is to be added to,
-        [T, hidden] each; no stream without layers."""
-        x = self.embedding(batch.input_ids)
-        cos, sin = self.rotary(batch.positions)
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch, cos, sin)
-        return x, residual
-
-    @torch.inference_mode()
-    def final_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, logit_tokens: torch.Tensor | None
-    ) -> torch.Tensor:
-        """What `run_layers` gives -> hidden states after the final norm of `logit_tokens`, int64 [R], or of all."""
-        if logit_tokens is None:
-            return self.norm.add(x, residual)[0]
-        return self.norm.gather(x, residual, logit_tokens)
+        return self._run(NormedStream, batch, self.norm.of(batch.logit_tokens)).normed
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab], or in `out` of float32 or the model's type."""
-        if out is None or out.dtype == torch.float32:
-            return widen(self.head(hidden), out=out)
-        return self.head(hidden, out=out) if isinstance(self.head, Linear) else out.copy_(self.head(hidden))
+        return _logits(self.head, hidden, out)
+
+    @torch.inference_mode()
+    def decode(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a step of decode rows alone, by fused operators where it `fuses`.
+
+        Returns the logits of all its rows, [T, vocab], as `logits` does.
+        """
+        if self.fuses(len(batch.input_ids)):
+            return _logits(self.head.normed, self._run(FusedStream, batch, self.norm).norm, out)
+        return _logits(self.head, self._run(NormedStream, batch, self.norm).normed, out)
+
+    def fuses(self, rows: int) -> bool:
+        """Whether a decode step of so many rows takes the fused operators: where all linear layers have them."""
+        if rows not in self._fusing:
+            self._fusing[rows] = self.head.fuses(rows) and all(layer.fuses(rows) for layer in self.layers)
+        return self._fusing[rows]
+
+    def _run(self, kind: type[Stream], batch: ForwardBatch, final_norm: RmsNorm) -> Stream:
+        """The residual stream behind the last layer, normalised by `final_norm`."""
+        x = self.embedding(batch.input_ids)
+        cos, sin = self.rotary(batch.positions)
+        norms = [*(layer.input_norm for layer in self.layers), final_norm]
+        stream = kind.start(x, norms[0])
+        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+            stream = layer(stream, batch, cos, sin, next_norm)
+        return stream
+
+
+def _logits(
+    head: Callable[[Hidden, torch.Tensor | None], torch.Tensor], hidden: Hidden, out: torch.Tensor | None
+) -> torch.Tensor:
+    if out is None or out.dtype == torch.float32:
+        return widen(head(hidden, None), out=out)
+    return head(hidden, out)

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.models.decoder import Decoder
 
 TARGETS = {
     1: (3.52, 4.86, 4.15), 8: (3.65, 5.13, 4.35), 32: (4.07, 5.69, 4.9), 64: (4.63, 6.74, 5.6),
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="file for the kernels by time, written anew")
     parser.add_argument("--traced", type=int, default=20, help="steps of the trace")
     parser.add_argument("--kernels", type=int, default=25, help="kernels listed")
+    parser.add_argument("--fusion", choices=("auto", "never", "always"), default="auto", help="of linear layers")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kv_cache_gib", type=float)
     parser.add_argument("--max_gpu_memory_utilization", type=float, default=0.9)
@@ -162,6 +164,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.trace:
         args.trace.write_text("")
+    if args.fusion != "auto":
+        Decoder.fuses = lambda *_: args.fusion == "always"
     found = run(args)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -81,7 +81,7 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
     graphs = MixedGraphs([8, 40, 70], model, captured.arena, last_token, None, None)
     capture = Again()
     assert graphs.capture_all(capture)
-    capture.before = lambda: (graphs.output.fill_(torch.nan), graphs.residual.fill_(torch.nan))
+    capture.before = lambda: graphs.hidden.fill_(torch.nan)
     used = set()
     for step in range(14):
         ready = [slot for slot in range(6) if captured.lengths[slot]]
@@ -164,8 +164,7 @@ def poison(capture: Again, graphs: MixedGraphs) -> None:
     send = graphs.inputs.send
 
     def before() -> None:
-        graphs.output.fill_(torch.nan)
-        graphs.residual.fill_(torch.nan)
+        graphs.hidden.fill_(torch.nan)
         graphs._last_token[-1] = random.randrange(97)
 
     def poisoned_send(flat, size) -> bool:
@@ -239,7 +238,7 @@ def test_memory_is_set_aside_for_the_tokens_of_the_largest(demo_model):
         return graph_bytes(args, spec, torch.float16)
 
     assert needed(2048, disable_cuda_graph=True) == 0
-    # The residual stream, what the last layer leaves and the MLP's numbers, at least.
+    # The residual stream, its norms and the MLP's numbers, at least.
     row = 2 * (3 * spec.hidden_size + 2 * spec.intermediate_size)
     assert needed(2048) - needed(1024) >= 1024 * row
     assert needed(32, 2048) - needed(2048) < 1 << 24

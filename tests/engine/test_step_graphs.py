@@ -3,6 +3,7 @@
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -60,11 +61,27 @@ def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
     assert found[0] == found[1] == found[2] == found[3]
 
 
+def test_fused_and_other_steps_take_turns(demo_model, monkeypatch):
+    """Decode steps of up to 6 rows fuse, captured with padding or eager; tokens are those of transformers all along."""
+    monkeypatch.setattr("bladellm_runtime.models.decoder.Decoder.fuses", lambda _, rows: rows <= 6)
+    options = {"max_running_requests": 11, "kv_cache_gib": 0.25, "dtype": "float32", "device": "cpu"}
+    for sizes in ({"cuda_graph_batch_sizes": [1, 6, 9]}, {"disable_cuda_graph": True}):
+        with captured_llm(str(demo_model), capture := Again(), **options, **sizes) as llm:
+            model = llm._engine.core._runner._model
+            with mock.patch.object(model.head, "normed", wraps=model.head.normed) as fused:
+                found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy_params())]
+            assert 0 < fused.call_count < llm.stats().steps
+            assert (capture.replays > 0) == ("cuda_graph_batch_sizes" in sizes)
+        assert_equal(demo_model, PROMPTS, found)
+
+
+@pytest.mark.parametrize("fused_rows", [0, 2, 5])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
+def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family, fused_rows):
     """Logits equal the eager ones although the memory around is NaN, and only the rows' own places are written."""
     save_tiny(tmp_path, family, **FAMILIES[family])
     model = load_tiny(tmp_path)
+    model.fuses = lambda rows: rows <= fused_rows
     eager, captured = Sequences(model, slots=6), Sequences(model, slots=6)
     prompts = {slot: random_prompt(length) for slot, length in ((4, 23), (0, 1), (2, 12))}
     for sequences in (eager, captured):

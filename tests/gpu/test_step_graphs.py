@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bladellm_runtime import LLM, SamplingParams
+from bladellm_runtime.models.decoder import Decoder
 from tests.engine import reference
 from tests.engine.test_equality import assert_equal
 
@@ -68,12 +69,20 @@ def test_captured_and_eager_sampling_mix(demo_model, names):
     assert found[0] == found[1]
 
 
-def test_logits_in_bf16_are_close(demo_model):
-    """Log-probabilities of the same tokens, up to the first that differs, where two are nearly equal."""
+@pytest.mark.parametrize("fused", [True, False])
+def test_logits_in_bf16_are_close(demo_model, fused, monkeypatch):
+    """Captured steps, fused where the GPU has kernels for it or never, and eager ones of operators apart.
+
+    Log-probabilities of the same tokens, up to the first that differs, where two are nearly equal.
+    """
     params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=48, ignore_eos=True)
     found = []
     for options in (SIZES, {"disable_cuda_graph": True, "max_running_requests": 11}):
+        if options is not SIZES or not fused:
+            monkeypatch.setattr(Decoder, "fuses", lambda *_: False)
         with LLM(str(demo_model), device="cuda", dtype="bfloat16", kv_cache_gib=0.5, **options) as llm:
+            hopper = torch.cuda.get_device_capability()[0] == 9
+            assert llm._engine.core._runner._model.fuses(9) == (hopper and fused and options is SIZES)
             found.append([output.outputs[0] for output in llm.generate(PROMPTS, params)])
     compared = 0
     for one, other in zip(*found, strict=True):

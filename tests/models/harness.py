@@ -93,7 +93,8 @@ class Sequences:
 
     def step(self, rows: list[tuple[int, list[int]]], decode: bool = True) -> list[torch.Tensor]:
         """Feed (slot, tokens) rows; logits [tokens, vocab] of each row, on the CPU."""
-        logits = self.model.logits(self.model.forward(self.batch(rows, decode)))
+        batch = self.batch(rows, decode)
+        logits = self.model.logits(self.model.forward(batch)) if batch.prefills else self.model.decode(batch)
         return list(logits.cpu().split([len(tokens) for _, tokens in rows]))
 
     def batch(self, rows: list[tuple[int, list[int]]], decode: bool = True) -> ForwardBatch:

@@ -48,8 +48,10 @@ def test_long_contexts_are_measured(tmp_path):
     assert all(0 < row["tbt_ms"] <= row["tbt_max_ms"] and row["ttft_s"] > 0 for row in found["rows"])
 
 
-def test_decode_steps_are_measured(tmp_path):
+@pytest.mark.parametrize("fusion", ["auto", "always"])
+def test_decode_steps_are_measured(tmp_path, fusion):
     flags = ("--device", "cpu", "--batches", "1", "3", "--input", "9", "--steps", "5", "--warm", "2")
+    flags += ("--fusion", fusion)
     done = run("decode_steps.py", *flags, "--kv_cache_gib", "0.05", "--json", str(tmp_path / "steps.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
