@@ -11,7 +11,7 @@ from bladellm_runtime.kv.operations import Copy, MemoryPlan, SwapIn, SwapOut
 from bladellm_runtime.kv.prompt_cache import PromptCache
 from bladellm_runtime.kv.prompt_match import COPY_TOKENS, Match
 from bladellm_runtime.kv.prompt_tree import Node, pack
-from bladellm_runtime.kv.slot_granules import TIGHT_SHARE, Held, Slot, SlotGranules
+from bladellm_runtime.kv.slot_granules import Held, Slot, SlotGranules
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.kv.swap_space import SwapSpace
 
@@ -133,13 +133,12 @@ class KvAccounting:
 
     def map_ahead(self, number: int, tokens: int) -> None:
         """Let a live slot hold one granule more than it needs once `tokens` tokens have half filled its last one, if
-        plenty are available. The granule stays available to others."""
+        one is free or cached. The granule stays available to others."""
         slot = self._live(number)
         size = self.spec.granule_tokens
         room = (slot.needed + 1) * size
-        plenty = self.available() * TIGHT_SHARE > self.spec.num_granules
         half_full = slot.granules == slot.needed and 2 * (room - tokens) <= 3 * size
-        if half_full and room <= self.spec.max_tokens and self._sticky and plenty:
+        if half_full and room <= self.spec.max_tokens and self._sticky and self.pool.free + self.cache.idle:
             self.granules.extend_ahead(slot)
 
     def remember(self, number: int, tokens: Sequence[int], written: int) -> None:

@@ -142,7 +142,7 @@ def test_stats_count_what_happened():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_decode_rows_find_their_memory_mapped_by_earlier_plans(depth):
-    """Whatever prompts and answers come, as long as plenty of memory is available, be it full of cached prompts."""
+    """Whatever prompts and answers come, as long as there is memory, be it full of cached prompts."""
     rng = random.Random()
     sim = simulation(depth, granule_tokens=8, num_granules=100, max_model_len=80)
     grown = 0

@@ -106,13 +106,13 @@ def test_who_fails_takes_along_what_nothing_was_sampled_from(sampled):
 
 def test_nobody_gives_way_to_a_copy_to_the_host():
     """What it reads is available again once it is done."""
-    spec = spec_of(4, 16, 3, 40, host=4)
-    sim = Simulation(limits_of(max_model_len=40), spec, depth=3)
+    spec = spec_of(4, 16, 3, 44, host=4)
+    sim = Simulation(limits_of(max_model_len=44), spec, depth=5)
     serve(sim, PROMPT[:8], max_tokens=1)
-    sim.add([61] * 37, max_tokens=3, ignore_eos=True)
-    sim.add([60] * 15, max_tokens=4, ignore_eos=True)
-    for _ in range(3):
-        sim.launch()
+    sim.add([61] * 36, max_tokens=5, ignore_eos=True)
+    sim.add([60] * 13, max_tokens=6, ignore_eos=True)
+    plans = [sim.launch() for _ in range(5)]
+    assert [len(plan.slots) for plan in plans if plan] == [2, 2, 2, 2, 1], "the second has to wait for memory"
     assert (sim.memory.moving, sim.memory.available()) == (2, 0)
     sim.finish()
     assert sim.scheduler.stats(0.0).preemptions == 0
