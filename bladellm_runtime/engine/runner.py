@@ -26,6 +26,7 @@ from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.operations import Rows
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
@@ -123,7 +124,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> RunningStep:
-        self._arena.submit(plan.memory)
+        self._arena.submit(plan.memory, Rows(plan.slots, plan.starts, plan.query_lens))
         for load in plan.loads:
             self._tokens[load.slot] = SlotTokens.of(load)
             self._sampling.load(load)

@@ -133,12 +133,12 @@ class KvAccounting:
 
     def map_ahead(self, number: int, tokens: int) -> None:
         """Let a live slot hold one granule more than it needs once `tokens` tokens have half filled its last one, if
-        plenty are free. The granule stays available to others."""
+        one is free or cached. The granule stays available to others."""
         slot = self._live(number)
         size = self.spec.granule_tokens
         room = (slot.needed + 1) * size
         half_full = slot.granules == slot.needed and 2 * (room - tokens) <= 3 * size
-        if half_full and room <= self.spec.max_tokens and self._sticky and not self.granules.tight:
+        if half_full and room <= self.spec.max_tokens and self._sticky and self.pool.free + self.cache.idle:
             self.granules.extend_ahead(slot)
 
     def remember(self, number: int, tokens: Sequence[int], written: int) -> None:

@@ -12,7 +12,7 @@ from bladellm_kernels.kv_format import KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 from numpy.typing import NDArray
 
-from bladellm_runtime.kv.operations import Copy, MemoryPlan, SwapIn, SwapOut
+from bladellm_runtime.kv.operations import Copy, MemoryPlan, Rows, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
 
 Ints = NDArray[np.int64]
@@ -120,17 +120,19 @@ class KvArena(ABC):
         self.stats = ArenaStats()
 
     @abstractmethod
-    def submit(self, plan: MemoryPlan) -> None:
+    def submit(self, plan: MemoryPlan, rows: Rows | None = None) -> None:
         """Start a plan's views. Earlier plans' steps may still run: what they touch is left alone by the plan.
 
+        `rows`: all that the step's kernels touch, besides the plan's moves. With None that may be everything that is
+        shown, but for the plan's own views ahead.
         Raises `ValueError` for a plan that cannot be meant: numbers outside the arena, gaps, or contradictions.
         """
 
     def wait(self) -> None:
-        """Return when the `views` of the last submitted plan, and all views of earlier plans, are in force.
+        """Return when all views that the step of the last submitted plan enters are in force, of whatever plan.
 
-        Raises `MemoryError` if one failed; the slot then shows its granules before the failed position only, and the
-        other views are in force.
+        Raises `MemoryError` if one of them failed; the slot then shows its granules before the failed position only,
+        and the others are in force.
         """
         return
 

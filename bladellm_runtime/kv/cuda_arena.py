@@ -3,38 +3,44 @@
 import logging
 import time
 import weakref
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from bladellm_runtime.kv.arena import Ints, KvShape, MemoryEvent
 from bladellm_runtime.kv.cuda_driver import MemoryDriver
 from bladellm_runtime.kv.cuda_memory import CudaMemory
+from bladellm_runtime.kv.cuda_views import View
 from bladellm_runtime.kv.dlpack import bytes_at
 from bladellm_runtime.kv.granule_arena import GranuleArena
 from bladellm_runtime.kv.mapped_layers import granule_views, layer_views
-from bladellm_runtime.kv.mapper import Mapper
-from bladellm_runtime.kv.operations import Copy, MemoryPlan, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.mapper import Job, Mapper
+from bladellm_runtime.kv.operations import Copy, MemoryPlan, Rows, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
 
 logger = logging.getLogger(__name__)
 
 
-class MappingFailed(Exception):
-    """A `Show` that could not be carried out, and why (`__cause__`)."""
+class Pending(NamedTuple):
+    """A job that changes what a slot shows from position `start` on, to what is in `block` or to nothing (-1).
+    `position`: where the view begins that it is part of."""
 
-    def __init__(self, slot: int, position: int) -> None:
-        super().__init__(slot, position)
-        self.slot, self.position = slot, position
+    job: Job
+    slot: int
+    start: int
+    position: int
+    block: int
 
 
 class CudaArena(GranuleArena):
     """Every group reserves the addresses of all slots at full length; slot s starts `s * max_tokens` rows behind a
     guard of one granule, for ever.
 
-    `submit` enters a plan in the table and leaves the driver's calls to a thread, in order; `wait` waits for those of
-    the plan's `views`. Contents are moved where all granules are mapped side by side (`CudaMemory.homes`).
+    `submit` enters a plan in the table and leaves the driver's calls to a thread, as jobs: one for each granule or
+    block that a slot is to show, and one for each block to be taken otherwise than before. Those that the step's rows
+    and moves enter go first, whatever plan they came with, and `wait` waits for these alone. Contents are moved where
+    all granules are mapped side by side (`CudaMemory.homes`).
     """
 
     sticky: ClassVar[bool] = True
@@ -43,45 +49,49 @@ class CudaArena(GranuleArena):
         super().__init__(spec, shape, device)
         self._memory = CudaMemory(spec, driver, self.stats, torch.cuda.empty_cache)
         self._mapper = Mapper(driver.attach)
-        self._ticket = 0
         blocks = spec.num_granules // spec.block_granules
         self._whole = [block >= spec.split_blocks for block in range(blocks)]
         """How each block was shown last by the plans submitted."""
+        self._conversions: dict[int, Job] = {}
+        """The last conversion of each block that is not done, or failed."""
+        self._pending: list[Pending] = []
+        """Views that are not in force, or failed without a step that enters them since."""
+        self._needed: list[Pending] = []
+        """Those that the step submitted last enters."""
         self._release = weakref.finalize(self, _release, self._mapper, self._memory)
         rows = spec.granule_tokens + spec.num_slots * spec.max_tokens
         slots = self._tensors(self._memory.guards, rows)
         homes = self._tensors(self._memory.homes, spec.num_granules * spec.granule_tokens)
         self._present(layer_views(slots, spec, shape), granule_views(homes, spec))
 
-    def submit(self, plan: MemoryPlan) -> None:
+    def submit(self, plan: MemoryPlan, rows: Rows | None = None) -> None:
         self._open()
-        converted = self._convert(plan)
+        self._check_moves(plan)
+        self._forget_done()
         for view in plan.views:
             self._view(view)
-        self._ticket = self._mapper.ticket()
+        before = len(self._pending)
         for ahead in plan.ahead:
             self._view(ahead)
-        if any(granule // self.spec.block_granules in converted for granule in _written(plan)):
-            # What moves write to must be there: memory that a view ahead replaces is waited for as well.
-            self._ticket = self._mapper.ticket()
+        blocks = {granule // self.spec.block_granules for granule in (*_read(plan), *_written(plan))}
+        if self._pending:
+            entered = self._pending[:before] if rows is None else self._entered(rows)
+            moved = [view for view in self._pending if view.block in blocks and view not in entered]
+            self._needed = entered + moved
+            self._mapper.urge([view.job for view in self._needed])
         self._table.upload()
 
     def wait(self) -> None:
         self._open()
         start = time.perf_counter()
-        errors = self._mapper.wait(self._ticket)
+        self._mapper.wait([view.job for view in self._needed])
         end = time.perf_counter()
         self.stats.wait_seconds += end - start
         self.stats.events.append(MemoryEvent(start, end, "wait"))
-        for error in errors:
-            if not isinstance(error, MappingFailed):
-                raise error
-            self._table.hide(error.slot, error.position)
-        self._table.upload()
-        if errors:
-            slots = sorted({error.slot for error in errors if isinstance(error, MappingFailed)})
-            cause = errors[0].__cause__
-            raise MemoryError(f"KV memory of slots {slots} cannot be mapped: {cause}") from cause
+        failed = [view for view in self._needed if view.job.error is not None]
+        self._needed = []
+        if failed:
+            self._give_up(failed)
 
     def close(self) -> None:
         super().close()
@@ -99,30 +109,65 @@ class CudaArena(GranuleArena):
         return [bytes_at(start, tokens * group.token_bytes, self.device) for start, group in groups]
 
     def _show(self, view: Show) -> None:
-        memory = self._memory
-        self._mapper.submit(lambda: _show(memory, view))
+        count = self.spec.block_granules if view.whole else 1
+        for index in range(0, len(view.granules), count):
+            unit = View(view.slot, view.position + index, view.granules[index], count)
+            block = unit.granule // self.spec.block_granules
+            work = _shown(self._memory, unit, self._conversion(block, view.whole))
+            job = self._mapper.submit(work, [("slot", unit.slot)], [("block", block)])
+            self._pending.append(Pending(job, unit.slot, unit.start, view.position, block))
 
     def _hide(self, slot: int, keep: int) -> None:
-        memory = self._memory
-        self._mapper.submit(lambda: memory.hide(slot, keep))
+        job = self._mapper.submit(self._memory.hide(slot, keep), [("slot", slot)])
+        self._pending.append(Pending(job, slot, keep, keep, block=-1))
 
-    def _convert(self, plan: MemoryPlan) -> set[int]:
-        """The blocks that a plan takes otherwise than before, from now on entered as taken so.
+    def _conversion(self, block: int, whole: bool) -> Job | None:
+        """Have a block taken whole, or split. Returns the job to do so if that has not been done."""
+        last = self._conversions.get(block)
+        failed = last is not None and last.error is not None
+        if self.spec.block_granules > 1 and (failed or self._whole[block] != whole):
+            self._whole[block] = whole
+            last = self._mapper.submit(self._memory.convert(block, whole), [("block", block)])
+            self._conversions[block] = last
+        return last
 
-        Raises `ValueError` where moves read contents that end with the plan's own views.
-        """
+    def _forget_done(self) -> None:
+        self._pending = [view for view in self._pending if not view.job.succeeded]
+        self._conversions = {block: job for block, job in self._conversions.items() if not job.succeeded}
+
+    def _entered(self, rows: Rows) -> list[Pending]:
+        """Pending views of positions that a step's rows read or write."""
+        granules = rows.granules(self.spec.granule_tokens)
+        return [view for view in self._pending if view.start < granules.get(view.slot, 0)]
+
+    def _give_up(self, failed: Sequence[Pending]) -> None:
+        """Leave slots with what they show before the views that failed, and raise."""
+        errors = [view.job.error for view in failed if view.job.error is not None]
+        self._pending = [view for view in self._pending if view not in failed]
+        for error in errors:
+            if not isinstance(error, MemoryError | OSError):
+                raise error
+        keep = {view.slot: view.position for view in sorted(failed, key=lambda view: -view.position)}
+        hidden = [self._mapper.submit(self._memory.hide(slot, end), [("slot", slot)]) for slot, end in keep.items()]
+        self._mapper.urge(hidden)
+        self._mapper.wait(hidden)
+        self._pending = [view for view in self._pending if view.start < keep.get(view.slot, view.start + 1)]
+        for slot, end in keep.items():
+            self._table.hide(slot, end)
+        self._table.upload()
+        raise MemoryError(f"KV memory of slots {sorted(keep)} cannot be mapped: {errors[0]}") from errors[0]
+
+    def _check_moves(self, plan: MemoryPlan) -> None:
+        """Raises `ValueError` where moves read contents that end with the plan's own views."""
         length = self.spec.block_granules
-        shows = [view for view in (*plan.views, *plan.ahead) if isinstance(view, Show) and length > 1]
-        converted: set[int] = set()
-        for view in shows:
-            for block in {granule // length for granule in view.granules}:
-                if 0 <= block < len(self._whole) and self._whole[block] != view.whole:
-                    self._whole[block] = view.whole
-                    converted.add(block)
+        if not plan.moves or length == 1:
+            return
+        shows = [view for view in (*plan.views, *plan.ahead) if isinstance(view, Show)]
+        taken = {(granule // length, view.whole) for view in shows for granule in view.granules}
         for granule in _read(plan):
-            if granule // length in converted:
+            block = granule // length
+            if (block, not self._whole[block]) in taken:
                 raise ValueError(f"a move reads granule {granule}, whose block the same plan takes otherwise")
-        return converted
 
 
 def _read(plan: MemoryPlan) -> list[int]:
@@ -144,11 +189,11 @@ def _written(plan: MemoryPlan) -> list[int]:
     return targets + [move.granule for move in plan.moves if isinstance(move, SwapIn)]
 
 
-def _show(memory: CudaMemory, view: Show) -> None:
-    try:
-        memory.show(view)
-    except (MemoryError, OSError) as error:
-        raise MappingFailed(view.slot, view.position) from error
+def _shown(memory: CudaMemory, view: View, conversion: Job | None) -> Iterator[bool]:
+    """Show a granule or a block, which must have been converted as it should."""
+    if conversion is not None and conversion.error is not None:
+        raise conversion.error
+    yield from memory.show(view)
 
 
 def _release(mapper: Mapper, memory: CudaMemory) -> None:

@@ -11,13 +11,14 @@ import torch
 from bladellm_runtime.kv.dlpack import bytes_at
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+NOT_READY = "CUDA_ERROR_NOT_READY"
 
 
 class MemoryDriver(Protocol):
     """Addresses and physical memory of one device. Sizes and addresses in bytes, multiples of `granularity`.
 
     Methods may be called from any thread that called `attach`, and raise `MemoryError` where memory is short, `OSError`
-    with the driver's name of the error otherwise. None waits for work on the device, except `zero` and `synchronize`.
+    with the driver's name of the error otherwise. None waits for work on the device, except `synchronize`.
     """
 
     granularity: int
@@ -44,7 +45,10 @@ class MemoryDriver(Protocol):
         """Undo one `map`, all of it."""
 
     def zero(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fill mapped (address, size) ranges with zeros, and return when that is done."""
+        """Begin to fill mapped (address, size) ranges with zeros."""
+
+    def zeroed(self) -> bool:
+        """Whether everything that `zero` was given is zero by now."""
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
@@ -102,10 +106,13 @@ class CudaDriver:
         self._call("cuMemUnmap", address, size)
 
     def zero(self, ranges: Sequence[tuple[int, int]]) -> None:
-        # On a stream of its own, so that the calling thread's wait is for this alone.
+        # On a stream of its own, so that `zeroed` is about this alone.
         for address, size in ranges:
             self._call("cuMemsetD8Async", address, 0, size, self._stream)
-        self._call("cuStreamSynchronize", self._stream)
+
+    def zeroed(self) -> bool:
+        (error,) = self._cuda.cuStreamQuery(self._stream)
+        return error.name != NOT_READY and self._check("cuStreamQuery", error)
 
     def synchronize(self) -> None:
         self._call("cuCtxSynchronize")
@@ -113,10 +120,15 @@ class CudaDriver:
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call the driver; its result, a tuple if there are several. Raises for any error."""
         error, *results = getattr(self._cuda, name)(*arguments)
+        self._check(name, error)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _check(self, name: str, error: Any) -> bool:
+        """Raise for anything but success."""
         if int(error):
             kind = MemoryError if error.name == OUT_OF_MEMORY else OSError
             raise kind(f"{name}: {error.name}")
-        return results[0] if len(results) == 1 else tuple(results)
+        return True
 
 
 @functools.cache
@@ -148,6 +160,7 @@ def probe(driver: MemoryDriver, device: torch.device) -> None:
             undo.callback(driver.unmap, address, size)
         both = bytes_at(first, 2 * size, device)
         driver.zero([(first, size)])
+        driver.synchronize()
         both[:size].add_(7)
         seen = int(both[size:].sum())
     if seen != 7 * size:

@@ -11,7 +11,7 @@ from bladellm_kernels.kv_layer import KvLayer
 from bladellm_runtime.kv.arena import Ints, KvArena, KvShape
 from bladellm_runtime.kv.granule_moves import GranuleMover
 from bladellm_runtime.kv.granule_table import GranuleTable
-from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Rows, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.scale_planes import make_scales
 from bladellm_runtime.kv.spec import KvSpec
 
@@ -30,7 +30,7 @@ class GranuleArena(KvArena):
         self._mover: GranuleMover | None = None
         self._failure: MemoryError | None = None
 
-    def submit(self, plan: MemoryPlan) -> None:
+    def submit(self, plan: MemoryPlan, rows: Rows | None = None) -> None:
         self._open()
         for view in (*plan.views, *plan.ahead):
             self._view(view)

@@ -3,6 +3,7 @@
 A granule is named by its number in the pool, 0 to `num_granules - 1`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,12 +50,26 @@ class SwapIn(NamedTuple):
     granule: int
 
 
+class Rows(NamedTuple):
+    """What a step's kernels touch: row i reads what slot `slots[i]` holds before position `starts[i]`, and reads and
+    writes the `query_lens[i]` tokens from there on."""
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    query_lens: Sequence[int]
+
+    def granules(self, granule_tokens: int) -> dict[int, int]:
+        """How many of its first granules the step enters, for each slot."""
+        rows = zip(self.slots, self.starts, self.query_lens, strict=True)
+        return {slot: -(-(start + tokens) // granule_tokens) for slot, start, tokens in rows}
+
+
 @dataclass(slots=True)
 class MemoryPlan:
     """Memory operations of a step, in this order: `views` before the step's kernels, then `moves` in stream order.
 
-    `ahead` are views that no row of this step needs: an arena may carry them out later, but in order, and before the
-    views of the next plan.
+    `ahead` are views that no row of this step needs: an arena may carry them out later, but before a step whose rows
+    do, and before whatever a later plan says about the same slot or block.
     """
 
     views: list[Show | Hide] = field(default_factory=list)

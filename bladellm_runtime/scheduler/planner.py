@@ -138,4 +138,6 @@ class Planner:
         plan.samples.append(done and seq.max_len > seq.prompt_len)
         if done:
             self._roster.prefilled(seq)
+            # Where the prompt ends in the second half of a granule, decode rows come too late to think ahead.
+            self._roster.slots.map_ahead(seq)
         return tokens

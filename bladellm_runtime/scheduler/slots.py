@@ -100,8 +100,9 @@ class SlotTable:
         return sum(item.granules for item in self.retired) + self._memory.moving
 
     def map_ahead(self, seq: Sequence) -> None:
-        """Let the sequence's next granule be mapped before it is needed."""
-        self._memory.map_ahead(seq.slot, seq.planned)
+        """Let the sequence's next granule be mapped before it is needed, if it will be."""
+        if seq.kv_end > seq.reserved:
+            self._memory.map_ahead(seq.slot, seq.planned)
 
     def remember(self, seq: Sequence) -> None:
         """Let others share what the sequence's planned chunks write."""

@@ -2,7 +2,8 @@
 
 Requests of random lengths keep `--streams` sequences running. Once all run, the memory they hold without having written
 to it is read off at every step, the internal waste. Every wait of a step for its mappings is noted, and whether the GPU
-had work left when it ended: if so, the step lost nothing by it.
+had work left when it ended: if so, the step lost nothing by it, else it was launched late. With `--fill` the pool is
+full of cached prompts at first, as after some minutes under load; with `--poll` steps are planned late, as in a server.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,30 +21,61 @@ import torch
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.loop import POLL_SECONDS
+from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.kv.operations import MemoryPlan, Rows
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest
+
+NOTICED_SECONDS = 1e-4
+"""A wait shorter than that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A step's wait for mappings. decode: whether the step has decode rows alone. late: whether the GPU had run dry
+    when it ended. cause: what it was for; `host` where the GPU was dry when it began."""
+
+    seconds: float
+    decode: bool
+    late: bool
+    cause: str
 
 
 @dataclass(slots=True)
 class Trace:
-    """Seconds of each wait for mappings, whether the GPU was idle after it, and the share of the cache held in vain."""
+    """Each wait for mappings, and the share of the cache that was held in vain at each step."""
 
-    waits: list[float] = field(default_factory=list)
-    idle: list[bool] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     waste: list[float] = field(default_factory=list)
+    _rows: Rows = field(default_factory=lambda: Rows((), (), ()))
+    _views: int = 0
 
-    def watch(self, engine: Engine) -> None:
-        """Note every wait of the engine from now on."""
-        arena, stream = engine.arena, torch.cuda.current_stream(engine.arena.device)
-        wait = arena.wait
+    def watch(self, arena: KvArena) -> None:
+        """Note every wait of an engine's arena from now on."""
+        submit, wait, stream = arena.submit, arena.wait, torch.cuda.current_stream(arena.device)
 
-        def noted() -> None:
+        def submitted(plan: MemoryPlan, rows: Rows | None = None) -> None:
+            self._rows, self._views = rows or Rows((), (), ()), len(plan.views)
+            submit(plan, rows)
+
+        def waited() -> None:
+            dry, converted = stream.query(), arena.stats.splits + arena.stats.joins
             start = time.perf_counter()
             wait()
-            self.waits.append(time.perf_counter() - start)
-            self.idle.append(stream.query())
+            seconds = time.perf_counter() - start
+            converted = arena.stats.splits + arena.stats.joins - converted
+            decode = all(tokens == 1 for tokens in self._rows.query_lens)
+            self.waits.append(Wait(seconds, decode, stream.query(), self._cause(seconds, dry, converted)))
 
-        arena.wait = noted  # type: ignore[method-assign]
+        arena.submit, arena.wait = submitted, waited  # type: ignore[method-assign]
+
+    def _cause(self, seconds: float, dry: bool, converted: int) -> str:
+        if dry or seconds < NOTICED_SECONDS:
+            return "host" if dry else "none"
+        if converted:
+            return "a block to be converted"
+        return "views of its own plan" if self._views else "views of earlier plans"
 
 
 def run(engine: Engine, args: argparse.Namespace) -> Trace:
@@ -54,11 +88,13 @@ def run(engine: Engine, args: argparse.Namespace) -> Trace:
             params = SamplingParams(max_tokens=rng.randint(1, args.answer), temperature=0.0, ignore_eos=True)
             core.add(AddRequest(sent, prompt, params, 0, time.monotonic()))
             running, sent = running + 1, sent + 1
+        while args.poll and core.spare_seconds() >= POLL_SECONDS:
+            time.sleep(POLL_SECONDS)
         running -= sum(delta.finish is not None for delta in core.step())
         stats = core.stats(time.monotonic())
         if stats.waiting <= args.streams // 16:
             if not trace.waits:
-                trace.watch(engine)
+                trace.watch(engine.arena)
             trace.waste.append(stats.kv_tokens_unused / (stats.kv_granules * stats.granule_tokens))
     core.abort(list(range(sent)))
     while not core.idle:
@@ -66,11 +102,25 @@ def run(engine: Engine, args: argparse.Namespace) -> Trace:
     return trace
 
 
+def fill(engine: Engine, args: argparse.Namespace) -> None:
+    """Fill the pool with prompts that nobody asks for again."""
+    core, rng, sent = engine.core, random.Random(args.seed + 1), 0
+    stats = core.stats(time.monotonic())
+    while stats.kv_granules_cached < stats.kv_granules * 15 // 16 and sent * args.prompt < 4 * engine.ready.kv_tokens:
+        prompt = [rng.randrange(engine.ready.vocab_size) for _ in range(args.prompt)]
+        core.add(AddRequest(sent, prompt, SamplingParams(max_tokens=1, ignore_eos=True), 0, time.monotonic()))
+        sent += 1
+        while core.stats(time.monotonic()).waiting > args.streams // 16:
+            core.step()
+        stats = core.stats(time.monotonic())
+    while not core.idle:
+        core.step()
+    core.reset_counters()
+
+
 def report(engine: Engine, trace: Trace) -> dict[str, Any]:
     stats = engine.core.stats(time.monotonic())
     calls = sorted(engine.arena.stats.map_seconds)
-    waits = sorted(trace.waits)
-    critical = [wait for wait, idle in zip(trace.waits, trace.idle, strict=True) if idle and wait > 1e-4]
     return {
         "kv_tokens": engine.ready.kv_tokens,
         "granule_tokens": stats.granule_tokens,
@@ -79,13 +129,28 @@ def report(engine: Engine, trace: Trace) -> dict[str, Any]:
         "waste_mean": statistics.mean(trace.waste),
         "waste_max": max(trace.waste),
         "maps": stats.kv_maps,
+        "splits": engine.arena.stats.splits,
+        "joins": engine.arena.stats.joins,
         "map_us_median": 1e6 * statistics.median(calls),
         "map_us_p99": 1e6 * calls[len(calls) * 99 // 100],
         "map_us_max": 1e6 * calls[-1],
-        "wait_us_median": 1e6 * statistics.median(waits),
-        "wait_us_p99": 1e6 * waits[len(waits) * 99 // 100],
-        "wait_us_max": 1e6 * waits[-1],
-        "waits_with_the_gpu_idle_after": len(critical),
+        "decode_steps": summary([wait for wait in trace.waits if wait.decode]),
+        "steps_with_prompts": summary([wait for wait in trace.waits if not wait.decode]),
+    }
+
+
+def summary(waits: Sequence[Wait]) -> dict[str, Any]:
+    """How long steps of one kind waited, for what, and how many were launched after the GPU had run dry."""
+    seconds = sorted(wait.seconds for wait in waits)
+    if not seconds:
+        return {"steps": 0}
+    return {
+        "steps": len(seconds),
+        "wait_us_median": 1e6 * statistics.median(seconds),
+        "wait_us_p99": 1e6 * seconds[len(seconds) * 99 // 100],
+        "wait_us_max": 1e6 * seconds[-1],
+        "waits": dict(Counter(wait.cause for wait in waits)),
+        "late": dict(Counter(wait.cause for wait in waits if wait.late)),
     }
 
 
@@ -98,6 +163,8 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=512, help="longest answer")
     parser.add_argument("--load_format", default="auto")
     parser.add_argument("--kv_cache_quant", default="no_quant")
+    parser.add_argument("--fill", action="store_true", help="begin with a pool full of cached prompts")
+    parser.add_argument("--poll", action="store_true", help="plan each step as late as a server does")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -107,6 +174,8 @@ def main() -> None:
             max_model_len=4 * (args.prompt + args.answer), kv_cache_quant=args.kv_cache_quant,
         )
     )  # fmt: skip
+    if args.fill:
+        fill(engine, args)
     found = report(engine, run(engine, args))
     engine.core.close()
     print(json.dumps(found, indent=2))

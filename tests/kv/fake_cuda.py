@@ -18,6 +18,7 @@ PAGE = 4096
 class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_UNKNOWN = 999
 
@@ -87,9 +88,9 @@ class FakeCuda:
         assert (flags, priority) == (1, -5)
         return CUresult.CUDA_SUCCESS, "stream"
 
-    def cuStreamSynchronize(self, stream):
+    def cuStreamQuery(self, stream):
         assert stream == "stream"
-        return self._outcome("cuStreamSynchronize")
+        return self._outcome("cuStreamQuery")
 
     def cuCtxSynchronize(self):
         return self._outcome("cuCtxSynchronize")

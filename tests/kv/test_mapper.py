@@ -1,4 +1,4 @@
-"""The thread that maps: order, waiting, errors, and its end."""
+"""The thread that maps: order, urgency, waiting, errors, and its end."""
 
 import gc
 import threading
@@ -6,8 +6,12 @@ import time
 import weakref
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bladellm_runtime.kv.mapper import Mapper
+
+KEY = [("slot", 0)]
 
 
 @pytest.fixture
@@ -17,42 +21,138 @@ def mapper():
     mapper.close()
 
 
+def pieces(*calls):
+    """Work of one call a piece."""
+    for call in calls:
+        call()
+        yield False
+
+
 def test_jobs_run_in_order_in_one_prepared_thread():
     seen = []
     mapper = Mapper(lambda: seen.append(threading.current_thread().name))
     for number in range(500):
-        mapper.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
+        call = lambda number=number: seen.append((number, threading.current_thread().name))  # noqa: E731
+        mapper.submit(pieces(call), KEY)
     mapper.close()
     mapper.close()
     assert seen == ["kv-mapper", *((number, "kv-mapper") for number in range(500))]
 
 
-def test_waiting_ends_with_the_last_job_of_the_ticket(mapper):
+def test_waiting_is_for_the_jobs_given_alone(mapper):
     first, second = threading.Event(), threading.Event()
-    mapper.submit(lambda: first.wait(10))
-    ticket = mapper.ticket()
-    mapper.submit(lambda: second.wait(10))
+    job = mapper.submit(pieces(lambda: first.wait(10)), KEY)
+    mapper.submit(pieces(lambda: second.wait(10)), KEY)
     threading.Timer(0.1, first.set).start()
     start = time.perf_counter()
-    assert mapper.wait(ticket) == []
+    mapper.wait([job])
     assert 0.05 < time.perf_counter() - start < 5
-    assert first.is_set()
+    assert job.succeeded
     assert not second.is_set()
-    assert mapper.wait(ticket) == []
+    mapper.wait([job])
     second.set()
 
 
-def test_errors_come_out_once_and_the_thread_goes_on(mapper):
+def test_an_urgent_job_goes_between_the_pieces_of_others(mapper):
+    seen, begun, go_on = [], threading.Event(), threading.Event()
+    long = mapper.submit(
+        pieces(begun.set, lambda: go_on.wait(10), lambda: seen.append("long"), lambda: seen.append("end")),
+        [("block", 1)],
+    )
+    queued = mapper.submit(pieces(lambda: seen.append("queued")), [("slot", 2)])
+    urgent = mapper.submit(pieces(lambda: seen.append("urgent")), [("slot", 3)], [("block", 2)])
+    assert begun.wait(10)
+    mapper.urge([urgent])
+    go_on.set()
+    mapper.wait([long, queued, urgent])
+    assert seen == ["urgent", "long", "end", "queued"]
+
+
+def test_what_comes_before_an_urgent_job_is_urgent_too(mapper):
+    seen, go_on = [], threading.Event()
+    mapper.submit(pieces(lambda: go_on.wait(10)), [("slot", 9)])
+
+    def submit(name, keys, shared=()):
+        return mapper.submit(pieces(lambda: seen.append(name)), keys, shared)
+
+    submit("another slot", [("slot", 0)], [("block", 1)])
+    submit("conversion", [("block", 1)])
+    submit("the same block", [("slot", 1)], [("block", 1)])
+    submit("the same slot", [("slot", 2)], [("block", 3)])
+    urgent = submit("urgent", [("slot", 2)], [("block", 1)])
+    last = submit("behind", [("slot", 2)], [("block", 1)])
+    mapper.urge([urgent])
+    go_on.set()
+    mapper.wait([urgent, last])
+    assert seen == ["another slot", "conversion", "the same slot", "urgent", "the same block", "behind"]
+
+
+def test_a_job_that_waits_is_asked_again_and_lets_urgent_ones_through(mapper):
+    ready, seen = threading.Event(), []
+
+    def slow():
+        while not ready.is_set():
+            yield True
+        seen.append("slow")
+
+    job = mapper.submit(slow(), [("block", 0)])
+    urgent = mapper.submit(pieces(lambda: seen.append("urgent")), [("slot", 0)])
+    mapper.urge([urgent])
+    mapper.wait([urgent])
+    ready.set()
+    mapper.wait([job])
+    assert seen == ["urgent", "slow"]
+
+
+KEYS = st.frozensets(st.tuples(st.just("slot"), st.integers(0, 4)), max_size=2)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    jobs=st.lists(st.tuples(KEYS, KEYS, st.integers(0, 3), st.booleans()), max_size=12),
+    urged=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=4),
+)
+def test_jobs_that_touch_the_same_take_no_turns_and_keep_their_order(jobs, urged):
+    """Random jobs, some that fail, of which random ones become urgent at random times."""
+    log, submitted = [], []
+
+    def work(number, count, fails):
+        log.append((number, "start"))
+        for _ in range(count):
+            yield number % 2 == 0
+        log.append((number, "end"))
+        if fails:
+            raise OSError(str(number))
+
+    mapper = Mapper(lambda: None)
+    for number, (keys, shared, count, fails) in enumerate(jobs):
+        submitted.append(mapper.submit(work(number, count, fails), keys, shared))
+        for target, moment in urged:
+            if moment == number and target <= number:
+                mapper.urge([submitted[target]])
+                assert submitted[target].urgent or submitted[target].done
+    mapper.close()
+    place = {entry: index for index, entry in enumerate(log)}
+    assert len(place) == len(log) == 2 * len(jobs)
+    for later, (keys, shared, _, _) in enumerate(jobs):
+        for earlier, (its_keys, its_shared, _, _) in enumerate(jobs[:later]):
+            if keys & (its_keys | its_shared) or shared & its_keys:
+                assert place[earlier, "end"] < place[later, "start"]
+    assert [str(job.error) for job in submitted] == [str(n) if jobs[n][3] else "None" for n in range(len(jobs))]
+
+
+def test_errors_stay_with_their_jobs_and_the_thread_goes_on(mapper):
     done = []
 
     def fail(text):
         raise MemoryError(text)
+        yield
 
-    for text in ("one", "two"):
-        mapper.submit(lambda text=text: fail(text))
-    mapper.submit(lambda: done.append(1))
-    assert [str(error) for error in mapper.wait(mapper.ticket())] == ["one", "two"]
-    assert mapper.wait(mapper.ticket()) == []
+    jobs = [mapper.submit(fail(text), KEY) for text in ("one", "two")]
+    jobs.append(mapper.submit(pieces(lambda: done.append(1)), KEY))
+    mapper.wait(jobs)
+    assert [str(job.error) for job in jobs] == ["one", "two", "None"]
+    assert [job.succeeded for job in jobs] == [False, False, True]
     assert done == [1]
 
 
@@ -61,8 +161,9 @@ def test_a_thread_that_cannot_be_prepared_says_so():
         raise OSError("no context")
 
     mapper = Mapper(prepare)
-    mapper.submit(lambda: None)
-    assert [str(error) for error in mapper.wait(mapper.ticket())] == ["no context"]
+    job = mapper.submit(pieces(), KEY)
+    with pytest.raises(OSError, match=r"^no context$"):
+        mapper.wait([job])
     mapper.close()
 
 
@@ -70,19 +171,22 @@ def test_closing_finishes_the_jobs():
     done = []
     mapper = Mapper(lambda: None)
     for number in range(20):
-        mapper.submit(lambda number=number: (time.sleep(0.002), done.append(number)))
+        mapper.submit(pieces(lambda number=number: (time.sleep(0.002), done.append(number))), KEY)
     mapper.close()
     assert done == list(range(20))
 
 
-def test_a_job_that_is_done_is_forgotten(mapper):
+def test_a_job_that_is_done_keeps_nothing_alive(mapper):
     class Thing:
         pass
 
+    def work(thing):
+        yield thing is None
+
     thing = Thing()
     gone = weakref.ref(thing)
-    mapper.submit(lambda thing=thing: None)
-    mapper.wait(mapper.ticket())
+    job = mapper.submit(work(thing), KEY)
+    mapper.wait([job])
     del thing
     gc.collect()
     assert gone() is None

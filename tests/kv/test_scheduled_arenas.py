@@ -9,6 +9,7 @@ import pytest
 
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.operations import Rows
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
@@ -34,7 +35,7 @@ class ContentRunner:
         self.cached = 0
 
     def launch(self, plan: StepPlan) -> StepResult:
-        self.arena.submit(plan.memory)
+        self.arena.submit(plan.memory, Rows(plan.slots, plan.starts, plan.query_lens))
         self.arena.wait()
         self.arena.move(plan.memory.moves)
         starts = {load.slot: plan.starts[plan.slots.index(load.slot)] for load in plan.loads}

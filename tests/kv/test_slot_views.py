@@ -61,7 +61,7 @@ def test_a_granule_is_not_taken_from_a_whole_block_that_a_slot_showed():
     assert engine.accounting.pool.free_blocks == 7
 
 
-def test_nothing_is_mapped_ahead_early_in_tight_memory_or_beyond_the_end():
+def test_nothing_is_mapped_ahead_early_without_memory_or_beyond_the_end():
     engine = Engine(spec_of(8, 10, 2, 3))
     slot = engine.admit(prompt(8), room=8).slot
     engine.accounting.map_ahead(slot, 3)
@@ -69,10 +69,11 @@ def test_nothing_is_mapped_ahead_early_in_tight_memory_or_beyond_the_end():
     engine.accounting.grow(slot, 24)
     engine.accounting.map_ahead(slot, 24)
     assert engine.accounting.granules.ahead == 0
-    tight = Engine(spec_of(8, 8, 2, 8))
-    slot = tight.admit(prompt(56), room=56).slot
-    tight.accounting.map_ahead(slot, 56)
-    assert tight.accounting.granules.ahead == 0
+    full = Engine(spec_of(8, 8, 3, 8))
+    slots = [full.admit(prompt(length, length), room=length).slot for length in (24, 32)]
+    for slot, tokens in zip(slots, (24, 32), strict=True):
+        full.accounting.map_ahead(slot, tokens)
+        assert (full.accounting.granules.ahead, full.accounting.available()) == (1, 1)
 
 
 def test_without_a_cache_a_slot_takes_the_granules_it_shows():

@@ -1,5 +1,7 @@
 """What goes into a step: order, budget, chunks, lengths."""
 
+import random
+
 import pytest
 
 from bladellm_runtime.request import FinishReason
@@ -136,3 +138,37 @@ def test_stats_count_what_happened():
     assert (stats.prompt_tokens, stats.generated_tokens, stats.steps, stats.preemptions) == (12, 6, 4, 0)
     assert (stats.kv_granules, stats.kv_granules_used, stats.granule_tokens) == (100, 0, 4)
     assert stats.step_seconds == 4.0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decode_rows_find_their_memory_mapped_by_earlier_plans(depth):
+    """Whatever prompts and answers come, as long as there is memory, be it full of cached prompts."""
+    rng = random.Random()
+    sim = simulation(depth, granule_tokens=8, num_granules=100, max_model_len=80)
+    grown = 0
+    for _ in range(60):
+        prompt = [rng.randrange(2, 60) for _ in range(rng.randint(1, 40))]
+        sim.add(prompt, max_tokens=rng.randint(1, 40), ignore_eos=True)
+        for _ in range(rng.randint(0, 20)):
+            plan = sim.launch()
+            if plan is not None:
+                decoding = set(plan.slots[: plan.num_decode])
+                grown += len(plan.memory.ahead)
+                assert not decoding & {view.slot for view in plan.memory.views}
+            if plan is None or len(sim.device.in_flight) == depth:
+                sim.complete()
+    assert grown > 20
+    assert sim.memory.pool.free < 10
+    sim.finish()
+
+
+def test_nothing_is_mapped_ahead_for_who_ends_before():
+    """A request of 16 tokens that are written, in granules of 8."""
+    sim = simulation(granule_tokens=8)
+    endless(sim, 7, 10)
+    plans = []
+    while sim.live:
+        plans.append(sim.launch())
+        sim.complete()
+    assert [view.position for plan in plans if plan for view in plan.memory.ahead] == [1]
+    assert sim.memory.granules.ahead == 0

@@ -106,13 +106,13 @@ def test_who_fails_takes_along_what_nothing_was_sampled_from(sampled):
 
 def test_nobody_gives_way_to_a_copy_to_the_host():
     """What it reads is available again once it is done."""
-    spec = spec_of(4, 12, 3, 40, host=4)
-    sim = Simulation(limits_of(max_model_len=40), spec, depth=3)
+    spec = spec_of(4, 16, 3, 44, host=4)
+    sim = Simulation(limits_of(max_model_len=44), spec, depth=5)
     serve(sim, PROMPT[:8], max_tokens=1)
-    sim.add([60] * 15, max_tokens=4, ignore_eos=True)
-    sim.add([61] * 22, max_tokens=3, ignore_eos=True)
-    for _ in range(3):
-        sim.launch()
+    sim.add([61] * 36, max_tokens=5, ignore_eos=True)
+    sim.add([60] * 13, max_tokens=6, ignore_eos=True)
+    plans = [sim.launch() for _ in range(5)]
+    assert [len(plan.slots) for plan in plans if plan] == [2, 2, 2, 2, 1], "the second has to wait for memory"
     assert (sim.memory.moving, sim.memory.available()) == (2, 0)
     sim.finish()
     assert sim.scheduler.stats(0.0).preemptions == 0
@@ -142,7 +142,7 @@ def test_who_gave_way_hits_what_is_left_of_it(depth):
 
 def test_what_is_mapped_ahead_is_taken_back_before_anyone_gives_way():
     sim = simulation(granule_tokens=8, num_granules=10, max_model_len=80)
-    endless(sim, 8, 9)
+    first = endless(sim, 8, 20)
     while not sim.memory.granules.ahead:
         sim.step()
     endless(sim, 55, 4)
@@ -151,6 +151,7 @@ def test_what_is_mapped_ahead_is_taken_back_before_anyone_gives_way():
     assert (sim.memory.granules.ahead, sim.memory.pool.free) == (1, 0)
     sim.step()
     assert (sim.memory.granules.ahead, sim.memory.needed(live(sim, 1).slot)) == (0, 8)
+    sim.abort([first])
     sim.finish()
     assert sim.scheduler.stats(0.0).preemptions == 0
 

@@ -7,7 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from bladellm_runtime.kv.arena import ArenaStats
+from bladellm_runtime.kv.operations import MemoryPlan, Rows, Show
 from tests.tools.command import ROOT
 
 DEMO = "recipes/models/demo"
@@ -72,6 +75,40 @@ def test_kernels_that_overlap_are_busy_once(monkeypatch):
     spans = [(40.0, 50.0), (0.0, 10.0), (5.0, 8.0), (8.0, 20.0)]
     kernels = [SimpleNamespace(time_range=SimpleNamespace(start=start, end=end)) for start, end in spans]
     assert busy_share(kernels) == pytest.approx(30 / 50)
+
+
+@pytest.mark.parametrize(
+    ("views", "tokens", "seconds", "splits", "before", "after", "cause"),
+    [
+        ([], 1, 5e-5, 0, False, False, "none"),
+        ([], 1, 2e-3, 0, False, True, "views of earlier plans"),
+        ([Show(0, 0, [1])], 7, 2e-3, 0, False, False, "views of its own plan"),
+        ([Show(0, 0, [1])], 1, 2e-3, 1, False, True, "a block to be converted"),
+        ([], 1, 2e-3, 0, True, True, "host"),
+    ],
+)
+def test_waits_for_mappings_are_told_apart(monkeypatch, views, tokens, seconds, splits, before, after, cause):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))
+    import kv_memory
+
+    def wait():
+        clock.append(clock[-1] + seconds)
+        arena.stats.splits += splits
+
+    clock = [100.0]
+    monkeypatch.setattr(kv_memory, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    dry = [before, after]
+    stream = SimpleNamespace(query=lambda: dry.pop(0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    arena = SimpleNamespace(device="cuda", stats=ArenaStats(), submit=lambda plan, rows: None, wait=wait)
+    trace = kv_memory.Trace()
+    trace.watch(arena)
+    arena.submit(MemoryPlan(views), Rows([0, 1], [0, 9], [tokens, 1]))
+    arena.wait()
+    found = kv_memory.summary(trace.waits)
+    assert trace.waits[0].decode == (tokens == 1)
+    assert (found["waits"], found["late"]) == ({cause: 1}, {cause: 1} if after else {})
+    assert found["wait_us_median"] == found["wait_us_p99"] == pytest.approx(1e6 * seconds)
 
 
 def test_starts_are_measured(tmp_path):
