@@ -3,7 +3,7 @@
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.roster import Roster
-from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.scheduler.sequence import Sequence, State
 from bladellm_runtime.wire.messages import RequestDelta, TokenLogprobs
 
 INVALID_LOGITS = "invalid_logits"
@@ -35,7 +35,9 @@ class ResultReader:
         deltas: list[RequestDelta] = []
         unusual = 0
         rows = zip(plan.slots[: plan.num_decode], plan.generations, result.tokens, result.logprobs, strict=False)
-        # This runs for every token: what most of them need is written out, the rest is `_accept`.
+        decode = State.DECODE
+        # This runs for every token: what most of them need is written out, the rest is `_accept`. While a sequence is in
+        # DECODE, tokens of it are still to be planned: this is not its last.
         for slot, generation, token, logprobs in rows:
             seq = owner[slot]
             if seq is None or seq.generation != generation:
@@ -45,7 +47,7 @@ class ResultReader:
                 and token >= 0
                 and logprobs is None
                 and token not in seq.stops
-                and len(seq.tokens) + 1 < seq.max_len
+                and seq.state is decode
             ):
                 seq.tokens.append(token)
                 deltas.append(add(seq.request_id, [token]))
