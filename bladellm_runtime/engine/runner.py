@@ -96,6 +96,11 @@ class ModelRunner:
         graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, self._workspace, self._rotation)
         self._mixed = graphs if graphs.capture_all(capture) else None
 
+    @property
+    def mixed_sizes(self) -> Sequence[int]:
+        """Token counts, ascending, that captured steps with prefill chunks are padded to."""
+        return () if self._mixed is None else self._mixed.sizes
+
     @contextmanager
     def without_mixed_graphs(self) -> Iterator[None]:
         """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""

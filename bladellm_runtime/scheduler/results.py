@@ -36,19 +36,13 @@ class ResultReader:
         unusual = 0
         rows = zip(plan.slots[: plan.num_decode], plan.generations, result.tokens, result.logprobs, strict=False)
         decode = State.DECODE
-        # This runs for every token: what most of them need is written out, the rest is `_accept`. While a sequence is in
-        # DECODE, tokens of it are still to be planned: this is not its last.
+        # This runs for every token: what most of them need is written out, the rest is `_accept`. A token of a sequence
+        # in DECODE is not its last: more of them are still to be planned.
         for slot, generation, token, logprobs in rows:
             seq = owner[slot]
             if seq is None or seq.generation != generation:
                 continue
-            if (
-                token is not None
-                and token >= 0
-                and logprobs is None
-                and token not in seq.stops
-                and seq.state is decode
-            ):
+            if token is not None and token >= 0 and logprobs is None and token not in seq.stops and seq.state is decode:
                 seq.tokens.append(token)
                 deltas.append(add(seq.request_id, [token]))
             else:
