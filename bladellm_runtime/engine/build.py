@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,7 +125,7 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
             warm_up(core, limits, thorough=device.type == "cuda")
         warm_up(core, limits, thorough=False)
     with times.phase("time steps"):
-        pace_steps(args, core, limits, kv_spec, device)
+        pace_steps(args, core, limits, kv_spec, device, runner.mixed_sizes)
     keep_kernel_list(args, folder, device)
     kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)
@@ -211,12 +211,18 @@ def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> S
 
 
 def pace_steps(
-    args: EngineArgs, core: EngineCore, limits: SchedulerLimits, kv_spec: KvSpec, device: torch.device
+    args: EngineArgs,
+    core: EngineCore,
+    limits: SchedulerLimits,
+    kv_spec: KvSpec,
+    device: torch.device,
+    sizes: Sequence[int],
 ) -> None:
-    """Decide, from what steps cost here, how much goes into one and when the next one is planned."""
+    """Decide, from what steps cost here, how much goes into one and when the next one is planned. sizes: token counts,
+    ascending, that steps with prompts are padded to."""
     cost: StepCost | None = None
     if target := target_tbt(args, device):
-        cost = measure_step_cost(core, limits, kv_spec)
+        cost = measure_step_cost(core, limits, kv_spec, sizes)
         core.bound_steps(StepBound(target, cost))
         core.reset_prompt_cache()
         core.reset_counters()

@@ -46,6 +46,8 @@ class DecodeInputs:
         self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0], [-1]], dtype=np.int64)
         self._static = torch.zeros(fields * max_size, dtype=torch.int64, device=arena.device)
         self._host = HostRing(fields * max_size, arena.device)
+        self.slots = np.empty(0, dtype=np.int64)
+        """Of the plan sent last."""
 
     def arrays(self, size: int) -> DecodeArrays:
         """The arrays of steps that are padded to `size` rows: always the same memory."""
@@ -86,10 +88,10 @@ class DecodeInputs:
 
     def _fill(self, host: NDArray[np.int64], plan: StepPlan) -> None:
         """host: [fields, rows]."""
-        slots = np.array(plan.slots, dtype=np.int64)
+        self.slots = slots = np.array(plan.slots, dtype=np.int64)
         positions = np.array(plan.starts, dtype=np.int64)
         base_rows = self._arena.base_rows(slots)
-        granule_rows = self._arena.granule_rows(slots, positions) if self._tabled else np.full_like(slots, -1)
+        granule_rows = self._arena.granule_rows(slots, positions) if self._tabled else -1
         kv_rows = granule_rows if self._paged else base_rows + positions
         for row, values in enumerate((slots, positions, kv_rows, granule_rows, base_rows, positions + 1, slots, slots)):
             host[row] = values

@@ -19,10 +19,10 @@ class HostBuffer:
         self.array: NDArray[np.int64] = self.tensor.numpy()
         self.copied: Any = torch.cuda.Event() if cuda else None
 
-    def mark(self) -> None:
-        """Note that the copy queued last on the current stream, from or to this buffer, uses it until it is done."""
+    def mark(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Note that the copy queued last on a stream, the current one where None, uses this buffer until it is done."""
         if self.copied is not None:
-            self.copied.record()
+            self.copied.record(stream)
 
     def wait(self) -> None:
         """Return when that copy is done."""

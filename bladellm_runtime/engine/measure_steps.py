@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.kv.spec import KvSpec
@@ -26,9 +26,10 @@ UNUSUAL = 1.5
 logger = logging.getLogger(__name__)
 
 
-def measure_step_cost(core: EngineCore, limits: SchedulerLimits, spec: KvSpec) -> StepCost:
+def measure_step_cost(core: EngineCore, limits: SchedulerLimits, spec: KvSpec, sizes: Sequence[int] = ()) -> StepCost:
     """Time prompts beside few and many decodes on an idle engine, and fit the cost of a step to it.
 
+    sizes: token counts, ascending, that steps with prompts are padded to.
     Leaves the prompts in the cache and the steps in the counters: both are to be reset.
     """
     probe = StepProbe(core, limits, spec)
@@ -45,7 +46,7 @@ def measure_step_cost(core: EngineCore, limits: SchedulerLimits, spec: KvSpec) -
             probe.finish()
     probe.finish()
     core.watch = None
-    cost = fit_step_cost(_usual(probe.measured))
+    cost = fit_step_cost(_usual(probe.measured, sizes), sizes)
     logger.info(
         "a step with prompts takes %.1f ms, %.2f µs a token, %.2f µs more a decode row and %.3f µs a token of its KV",
         cost.step, 1e3 * cost.token, 1e3 * cost.decode_row, 1e3 * cost.decode_kv,
@@ -53,9 +54,9 @@ def measure_step_cost(core: EngineCore, limits: SchedulerLimits, spec: KvSpec) -
     return cost
 
 
-def _usual(measured: list[tuple[StepLoad, float]]) -> list[tuple[StepLoad, float]]:
+def _usual(measured: list[tuple[StepLoad, float]], sizes: Sequence[int]) -> list[tuple[StepLoad, float]]:
     """The steps in which nothing was done for the first time, such as loading a kernel."""
-    line = fit_step_cost(measured)
+    line = fit_step_cost(measured, sizes)
     return [(load, time) for load, time in measured if time <= UNUSUAL * line.milliseconds(load)]
 
 

@@ -54,7 +54,7 @@ class MixedGraphs:
     ) -> None:
         """last_token: int64 [slots + 1]; the others as in `ModelRunner`."""
         spec = model.spec
-        self._sizes = sorted(sizes)
+        self.sizes = sorted(sizes)
         self._graphs: dict[int, Work] = {}
         self._model = model
         self._last_token = last_token
@@ -62,8 +62,8 @@ class MixedGraphs:
         self._rotation = rotation
         self._heads = _heads(model, arena)
         self._window = None if None in spec.windows else max(window or 0 for window in spec.windows)
-        self.inputs = MixedInputs(self._sizes, arena, self._heads, spec.windows, model.dtype)
-        shape = (self._sizes[-1], spec.hidden_size)
+        self.inputs = MixedInputs(self.sizes, arena, self._heads, spec.windows, model.dtype)
+        shape = (self.sizes[-1], spec.hidden_size)
         self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
         """States after the final norm."""
 
@@ -72,7 +72,7 @@ class MixedGraphs:
         """Capture every size; False, with a warning, where one of them cannot be captured."""
         self._graphs = capture_sizes(
             "graph_prefill_tokens",
-            self._sizes,
+            self.sizes,
             partial(self._capture, capture),
             "steps with prefill chunks run without CUDA graphs",
         )
@@ -83,7 +83,7 @@ class MixedGraphs:
         chunks, above all sizes, where work lists have no room, and where eager operators are not slower."""
         if not flat.prefills or self._cost(flat.prefills) > LAUNCHES:
             return None
-        fitting = self._sizes[bisect.bisect_left(self._sizes, flat.tokens) :]
+        fitting = self.sizes[bisect.bisect_left(self.sizes, flat.tokens) :]
         return next((size for size in fitting if self.inputs.send(flat, size)), None)
 
     def forward(self, flat: FlatPlan, size: int) -> Tensor:

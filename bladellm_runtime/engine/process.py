@@ -20,6 +20,8 @@ from bladellm_runtime.wire.messages import EngineFailed
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
 ORPHAN_GRACE_SECONDS = 5.0
+COLLECT_AFTER = 20_000
+"""Allocations between collections: a step makes a list a row, none of them in cycles."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
         # Everything made so far lives for ever: keep the collector from walking it in the middle of a step.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(COLLECT_AFTER, 10, 50)
         loop.run()
     except FrontEndGone:
         return 1

@@ -81,6 +81,7 @@ class ModelRunner:
         self._results = HostRing(num_slots, arena.device)
         self._copied: torch.cuda.Event | None = None
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
+        self._sampled = torch.cuda.Event() if self._copies else None
         self._worker = None if self._copies else concurrent.futures.ThreadPoolExecutor(1, "runner")
 
     def capture(self, sizes: Sequence[int], capture: Capture) -> None:
@@ -95,6 +96,11 @@ class ModelRunner:
         """Capture steps with prefill chunks, of these token counts; as `capture`."""
         graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, self._workspace, self._rotation)
         self._mixed = graphs if graphs.capture_all(capture) else None
+
+    @property
+    def mixed_sizes(self) -> Sequence[int]:
+        """Token counts, ascending, that captured steps with prefill chunks are padded to."""
+        return () if self._mixed is None else self._mixed.sizes
 
     @contextmanager
     def without_mixed_graphs(self) -> Iterator[None]:
@@ -172,7 +178,7 @@ class ModelRunner:
         self._arena.move(plan.memory.moves)
         logits = graphs.forward(plan, size)
         rows = len(plan.slots)
-        stage = graphs.sampling_stage(plan)
+        stage = graphs.sampling_stage()
         if stage is None:
             outputs, keep = self._sample(plan, logits)
             return RunningStep(rows, range(rows), outputs, keep=[keep])
@@ -191,11 +197,13 @@ class ModelRunner:
         wait."""
         outputs, buffer = step.outputs, self._results.next()
         host = buffer.tensor[: len(outputs.tokens)]
-        if self._copies is None:
+        if self._copies is None or self._sampled is None:
             outputs.tokens = host.copy_(outputs.tokens)
             return
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):
+        # One event for all steps, and the stream as its own context: `wait_stream` and `torch.cuda.stream` take longer.
+        self._sampled.record()
+        self._copies.wait_event(self._sampled)
+        with self._copies:
             step.keep += [outputs.tokens, outputs.logprob_ids, outputs.logprobs]
             outputs.tokens = host.copy_(outputs.tokens, non_blocking=True)
             if outputs.logprob_ids is not None and outputs.logprobs is not None:
@@ -204,7 +212,7 @@ class ModelRunner:
             for scored in step.scored:
                 step.keep += [scored.ids, scored.logprobs]
                 scored.ids, scored.logprobs = _pinned_copy(scored.ids), _pinned_copy(scored.logprobs)
-            buffer.mark()
+            buffer.mark(self._copies)
         self._copied = buffer.copied
         # Copies of KV to the host may take longer than the next step: that one waits for the tokens alone.
         step.done = self._copies.record_event() if self._arena.join_moves(self._copies) else buffer.copied

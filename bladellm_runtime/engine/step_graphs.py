@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
 from torch import Tensor
@@ -86,9 +85,10 @@ class StepGraphs:
         self._graphs[size].forward()
         return self.sampling.logits[: len(plan.slots)]
 
-    def sampling_stage(self, plan: StepPlan) -> int | None:
-        """The stage of `sample` for a plan; None where its logits are to be sampled eagerly."""
-        return self.sampling.stage(np.array(plan.slots, dtype=np.int64))
+    def sampling_stage(self) -> int | None:
+        """The stage of `sample` for the plan whose inputs were sent last; None where its logits are to be sampled
+        eagerly."""
+        return self.sampling.stage(self.inputs.slots)
 
     def sample(self, plan: StepPlan, size: int, stage: int) -> Tensor:
         """Queue the captured sampling, which also hands the tokens to the next step. Returns them, int64 [rows], in

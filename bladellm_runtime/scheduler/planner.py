@@ -55,6 +55,7 @@ class Planner:
 
     def _add_decodes(self, plan: StepPlan) -> None:
         step, slots, generations, starts = plan.step, plan.slots, plan.generations, plan.starts
+        half_granule = self._half_granule
         last_rows: list[Sequence] = []
         self._short_rows = 0
         # Growing may preempt, which shortens this list behind the current sequence, never before it.
@@ -67,7 +68,7 @@ class Planner:
             starts.append(start)
             seq.planned = start = start + 1
             seq.last_step = step
-            if seq.reserved - start == self._half_granule:
+            if seq.reserved - start == half_granule:
                 self._roster.slots.map_ahead(seq)
             if start == seq.kv_end:
                 last_rows.append(seq)

@@ -4,14 +4,16 @@ The idea of chunks that fit a bound on TBT is Sarathi-Serve's (Agrawal et al., O
 is fixed, here it follows from the measured cost of a step, the batch and the queue.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bladellm_runtime.scheduler.step_cost import StepCost
+from bladellm_runtime.scheduler.step_cost import StepCost, padded
 
 MIN_TOKENS = 128
 """A step takes as many prompt tokens in any case: on an H200 it reads the weights for them in the same time."""
 STEP_MULTIPLE = 64
-"""Steps are captured for, and their kernels work on, token counts like this."""
+"""Kernels work on token counts like this. Steps that are not padded to captured sizes are multiples of it."""
 QUEUE_STEPS = 5
 """Bounds in which the prefill of the prompts behind the first has to be done. With 3 small bursts delay the decodes,
 with 8 the TTFT at high load is a quarter longer (docs/prefill_chunks.md)."""
@@ -50,24 +52,25 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
     """Prompt tokens for the next step, from 1 to `limit`.
 
     Without decodes the first prompt goes in whole, and others with it as far as the bound allows. With decodes a
-    prompt is cut into equal chunks that keep the bound, in steps of a multiple of `STEP_MULTIPLE` tokens.
+    prompt is cut into equal chunks that keep the bound. Either fills the step: it would take as long with padding.
     """
     room = _tokens_within(bound, demand)
     if demand.decode_rows == 0:
-        room = max(room, demand.tokens)
+        room = max(room, padded(demand.tokens, bound.cost.sizes))
     elif not demand.queued:
-        room = _equal_chunk(demand, room)
+        room = _equal_chunk(bound, demand, room)
     return min(room, limit)
 
 
 def _tokens_within(bound: StepBound, demand: PrefillDemand) -> int:
-    """The most prompt tokens with which a step, decode rows included, is full at a multiple of `STEP_MULTIPLE`."""
+    """The most prompt tokens that keep the bound and fill a step, decode rows included; at least `MIN_TOKENS`."""
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
     room = max(_allowed(bound, base, demand.queued) - base, cost.step)
     tokens = cost.prefill_tokens(room, demand.start)
-    return max((rows + tokens) // STEP_MULTIPLE * STEP_MULTIPLE - rows, MIN_TOKENS)
+    most = _full(rows + tokens, cost.sizes) - rows
+    return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows
 
 
 def _allowed(bound: StepBound, base: float, queued: int) -> float:
@@ -81,9 +84,25 @@ def _allowed(bound: StepBound, base: float, queued: int) -> float:
     return max(bound.milliseconds, base / left) if left > 0 else float("inf")
 
 
-def _equal_chunk(demand: PrefillDemand, room: int) -> int:
+def _equal_chunk(bound: StepBound, demand: PrefillDemand, room: int) -> int:
     """The chunk, `room` at most, with which the prompt takes no more steps, and none of them longer than need be."""
     rows = demand.decode_rows
     chunks = -(-demand.tokens // room)
     chunk = -(-demand.tokens // chunks)
-    return min(-(-(rows + chunk) // STEP_MULTIPLE) * STEP_MULTIPLE - rows, room)
+    return min(_filled(rows + chunk, bound.cost.sizes) - rows, room)
+
+
+def _full(tokens: int, sizes: Sequence[int]) -> int:
+    """The largest full step of no more than so many tokens: at one of the sizes that steps are padded to, ascending,
+    or above them, where none is padded, at a multiple of `STEP_MULTIPLE`. 0 where all are larger."""
+    if not sizes or tokens >= sizes[-1] + STEP_MULTIPLE:
+        return tokens // STEP_MULTIPLE * STEP_MULTIPLE
+    index = bisect_right(sizes, tokens)
+    return sizes[index - 1] if index else 0
+
+
+def _filled(tokens: int, sizes: Sequence[int]) -> int:
+    """The least full step of no fewer tokens."""
+    if sizes and tokens <= sizes[-1]:
+        return padded(tokens, sizes)
+    return -(-tokens // STEP_MULTIPLE) * STEP_MULTIPLE

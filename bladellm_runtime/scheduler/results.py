@@ -3,7 +3,7 @@
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.roster import Roster
-from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.scheduler.sequence import Sequence, State
 from bladellm_runtime.wire.messages import RequestDelta, TokenLogprobs
 
 INVALID_LOGITS = "invalid_logits"
@@ -35,18 +35,14 @@ class ResultReader:
         deltas: list[RequestDelta] = []
         unusual = 0
         rows = zip(plan.slots[: plan.num_decode], plan.generations, result.tokens, result.logprobs, strict=False)
-        # This runs for every token: what most of them need is written out, the rest is `_accept`.
+        decode = State.DECODE
+        # This runs for every token: what most of them need is written out, the rest is `_accept`. A token of a sequence
+        # in DECODE is not its last: more of them are still to be planned.
         for slot, generation, token, logprobs in rows:
             seq = owner[slot]
             if seq is None or seq.generation != generation:
                 continue
-            if (
-                token is not None
-                and token >= 0
-                and logprobs is None
-                and token not in seq.stops
-                and len(seq.tokens) + 1 < seq.max_len
-            ):
+            if token is not None and token >= 0 and logprobs is None and token not in seq.stops and seq.state is decode:
                 seq.tokens.append(token)
                 deltas.append(add(seq.request_id, [token]))
             else:

@@ -154,7 +154,7 @@ class Scheduler:
             cached_tokens=self._reader.cached_tokens,
             kv_granules_cached=self._memory.cache.idle,
             kv_granules_shared=self._memory.cache.shared,
-            kv_tokens_unused=sum(seq.reserved - seq.planned for seq in self._roster.running()),
+            kv_tokens_unused=sum([seq.reserved - seq.planned for seq in self._roster.running()]),
             kv_granules_swapped=self._memory.swap.used,
         )
 

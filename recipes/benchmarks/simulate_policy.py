@@ -10,7 +10,7 @@ import bisect
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
@@ -22,7 +22,9 @@ from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad
 from bladellm_runtime.wire.messages import AddRequest
 
-COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6)
+SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+"""Token counts that steps with prompt tokens are padded to."""
+COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6, sizes=SIZES)
 DECODE_ROWS = (1, 8, 64, 256)
 DECODE_MS = (4.2, 4.5, 5.6, 11.0)
 DECODE_KV = 512
@@ -143,7 +145,8 @@ def simulate(
     target_tbt_ms: float, rate: float, args: argparse.Namespace, launch_ahead: float | None
 ) -> tuple[float, float, float, float]:
     """The percentiles of `Latencies` at one load; a target of 0 is no bound."""
-    bound = StepBound(target_tbt_ms, COST) if target_tbt_ms else None
+    cost = replace(COST, sizes=()) if args.sizes_unknown else COST
+    bound = StepBound(target_tbt_ms, cost) if target_tbt_ms else None
     arrivals = poisson(rate, args.requests, args.seed, lambda _: int(args.input))
     return SimulatedEngine(bound, launch_ahead).run(arrivals, args.output).percentiles()
 
@@ -156,6 +159,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--launch_ahead", type=float, default=1.5, help="below 0: plan as soon as possible")
+    parser.add_argument("--sizes_unknown", action="store_true", help="the policy knows of no padding")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     ahead = args.launch_ahead if args.launch_ahead >= 0 else None

@@ -15,7 +15,7 @@ from bladellm_runtime.scheduler.prefill_budget import (
     StepBound,
     prefill_budget,
 )
-from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs
+from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs, padded
 from tests.conftest import ROOT
 from tests.scheduler.fake_device import limits_of, spec_of
 from tests.scheduler.simulator import Simulation
@@ -24,11 +24,15 @@ from tests.scheduler.test_soak import Traffic
 
 COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6)
 BOUND = StepBound(14.0, COST)
+SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+PADDED = StepBound(14.0, replace(COST, sizes=SIZES))
 LIMIT = 8192
 
 
-def milliseconds(demand: PrefillDemand, tokens: int) -> float:
-    return COST.milliseconds(StepLoad(demand.decode_rows, demand.decode_kv, tokens, chunk_pairs(demand.start, tokens)))
+def milliseconds(demand: PrefillDemand, tokens: int, bound: StepBound = BOUND) -> float:
+    return bound.cost.milliseconds(
+        StepLoad(demand.decode_rows, demand.decode_kv, tokens, chunk_pairs(demand.start, tokens))
+    )
 
 
 def some_demand(rng: random.Random) -> PrefillDemand:
@@ -36,30 +40,56 @@ def some_demand(rng: random.Random) -> PrefillDemand:
     return PrefillDemand(rows, rows * rng.randrange(2000), rng.randrange(5000), rng.randrange(1, 9000), 0)
 
 
-def test_a_step_with_decodes_keeps_the_bound_unless_it_has_the_least_tokens():
+@pytest.mark.parametrize("bound", [BOUND, PADDED], ids=["alone", "padded"])
+def test_a_step_with_decodes_keeps_the_bound_unless_it_has_the_least_tokens(bound):
     rng = random.Random()
     for _ in range(300):
         demand = some_demand(rng)
-        tokens = prefill_budget(BOUND, demand, LIMIT)
-        assert tokens <= MIN_TOKENS or milliseconds(demand, tokens) <= BOUND.milliseconds * 1.001
+        tokens = prefill_budget(bound, demand, LIMIT)
+        least = padded(demand.decode_rows + MIN_TOKENS, bound.cost.sizes) - demand.decode_rows
+        assert tokens <= least or milliseconds(demand, tokens, bound) <= bound.milliseconds * 1.001
         assert tokens >= min(MIN_TOKENS, demand.tokens) - STEP_MULTIPLE
 
 
-def test_chunks_of_a_lonely_prompt_are_equal_and_no_more_than_the_bound_makes_them():
+@pytest.mark.parametrize(("bound", "apart"), [(BOUND, STEP_MULTIPLE), (PADDED, 256)], ids=["alone", "padded"])
+def test_chunks_of_a_lonely_prompt_are_equal_and_no_more_than_the_bound_makes_them(bound, apart):
     rng = random.Random()
     for _ in range(300):
         demand = replace(some_demand(rng), start=0)
-        longest = max(prefill_budget(BOUND, replace(demand, tokens=10**6), LIMIT), 1)
+        longest = max(prefill_budget(bound, replace(demand, tokens=10**6), LIMIT), 1)
         left, chunks = demand.tokens, []
         while left:
-            part = min(left, prefill_budget(BOUND, replace(demand, tokens=left), LIMIT))
+            part = min(left, prefill_budget(bound, replace(demand, tokens=left), LIMIT))
             chunks.append(part)
             left -= part
-        assert len(chunks) <= -(-demand.tokens // max(longest - STEP_MULTIPLE, 1))
-        assert max(chunks) - min(chunks) <= len(chunks) * STEP_MULTIPLE
+        assert len(chunks) <= -(-demand.tokens // max(longest - apart, 1))
+        assert max(chunks) - min(chunks) <= len(chunks) * apart
 
 
-def test_steps_that_do_not_end_a_prompt_are_full_at_a_captured_size():
+def test_prompts_that_do_not_end_fill_the_size_that_their_step_is_padded_to():
+    rng = random.Random()
+    filled = 0
+    for _ in range(300):
+        demand = replace(some_demand(rng), queued=rng.choice([0, rng.randrange(500)]))
+        total = demand.decode_rows + prefill_budget(PADDED, demand, LIMIT)
+        if total - demand.decode_rows < demand.tokens + demand.queued and total <= SIZES[-1]:
+            assert total in SIZES
+            filled += 1
+    assert filled > 100
+
+
+def test_above_the_largest_size_steps_are_as_without_sizes():
+    few = StepBound(1000.0, replace(COST, sizes=(100, 250)))
+    demand = PrefillDemand(8, 4000, 0, 6000, 0)
+    assert prefill_budget(few, demand, LIMIT) == prefill_budget(StepBound(1000.0, COST), demand, LIMIT) == 6008
+
+
+def test_what_would_be_padding_of_a_first_prompt_goes_to_those_behind_it():
+    assert prefill_budget(PADDED, PrefillDemand(0, 0, 0, 1100, 500), LIMIT) == 1152
+    assert prefill_budget(BOUND, PrefillDemand(0, 0, 0, 1100, 500), LIMIT) == 1100
+
+
+def test_steps_that_do_not_end_a_prompt_are_full_at_a_multiple():
     rng = random.Random()
     for _ in range(300):
         demand = some_demand(rng)
@@ -142,11 +172,11 @@ def latencies(tool, bound: StepBound | None, rate: float) -> tuple[float, float,
 
 
 def test_the_bound_keeps_tbt_at_moderate_load_for_little_ttft(simulate_policy):
-    free, bound = (latencies(simulate_policy, which, 8) for which in (None, BOUND))
+    free, bound = (latencies(simulate_policy, which, 8) for which in (None, PADDED))
     assert bound[3] <= 14.0 < free[3]
     assert bound[0] <= free[0] * 1.2
 
 
 def test_under_overload_ttft_stays_near_that_without_a_bound(simulate_policy):
-    free, bound = (latencies(simulate_policy, which, 36) for which in (None, BOUND))
+    free, bound = (latencies(simulate_policy, which, 36) for which in (None, PADDED))
     assert bound[0] <= free[0] * 1.5

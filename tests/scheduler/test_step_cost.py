@@ -1,11 +1,11 @@
 """The line that step times are fitted to: what it finds again, and what it predicts."""
 
 import random
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 
-from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs, fit_step_cost
+from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs, fit_step_cost, padded
 
 LOADS = [
     StepLoad(rows, rows * context, tokens, chunk_pairs(start, tokens))
@@ -35,11 +35,36 @@ def test_noise_and_a_floor_make_no_cost_negative():
     cost = random_cost(rng)
     noisy = [(load, max(30.0, cost.milliseconds(load)) * rng.uniform(0.7, 1.5)) for load in LOADS]
     found = fit_step_cost(noisy)
-    assert min(astuple(found)) >= 0
+    assert min(astuple(found)[:5]) >= 0
     # Of two lines, that with the smaller squares of relative errors is the fit.
     for other in (cost, StepCost(30.0, 0, 0, 0, 0)):
         squares = [sum((line.milliseconds(load) / time - 1) ** 2 for load, time in noisy) for line in (found, other)]
         assert squares[0] <= squares[1] * 1.001
+
+
+def test_a_step_takes_as_long_as_one_of_the_size_it_is_padded_to():
+    rng = random.Random()
+    cost = replace(
+        random_cost(rng), decode_row=0.0, prefill_pair=0.0, sizes=tuple(sorted(rng.sample(range(1, 900), 5)))
+    )
+    for _ in range(100):
+        rows, tokens = rng.randrange(50), rng.randrange(1, 1000)
+        larger = [size for size in cost.sizes if size >= rows + tokens]
+        total = min(larger, default=rows + tokens)
+        assert padded(rows + tokens, cost.sizes) == total
+        alone = cost.step + cost.token * total
+        assert cost.milliseconds(StepLoad(rows, 0, tokens, 0)) == pytest.approx(alone)
+
+
+def test_a_line_is_found_again_from_padded_steps_only_where_their_sizes_are_known():
+    rng = random.Random()
+    cost = replace(random_cost(rng), sizes=(300, 700, 1400))
+    times = [(load, cost.milliseconds(load)) for load in LOADS]
+    known, unknown = fit_step_cost(times, cost.sizes), fit_step_cost(times)
+    assert known.sizes == cost.sizes
+    for load, time in times:
+        assert known.milliseconds(load) == pytest.approx(time, rel=0.01)
+    assert max(abs(unknown.milliseconds(load) / time - 1) for load, time in times) > 0.01
 
 
 def test_no_measurement_is_an_error():
