@@ -42,6 +42,10 @@ class LaunchTimer:
         if not late and plan.num_decode == len(plan.slots):
             self._decode_seconds[_bucket(plan)] = seconds
 
+    def forget_launches(self) -> None:
+        """The steps launched so far will not be completed."""
+        self._late.clear()
+
     def spare(self, plan: StepPlan) -> float:
         """Seconds after the start of `plan` at which the step behind it is to be planned; may be negative."""
         if plan.num_decode == len(plan.slots):

@@ -21,6 +21,10 @@ from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
 ORPHAN_GRACE_SECONDS = 5.0
 
+KEPT: list[BaseException] = []
+"""Errors of a lost device, with all that their frames hold: freeing it would ask the device, and end the process before
+the front end has been told why."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +42,7 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
     """
     # Imported here so that a front end learns quickly of a bad address, before torch loads.
     from bladellm_runtime.engine.build import build_engine
+    from bladellm_runtime.engine.step_errors import DeviceLostError
 
     try:
         engine = build_engine(args)
@@ -51,6 +56,11 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
         loop.run()
     except FrontEndGone:
         return 1
+    except DeviceLostError as error:
+        logger.debug("the device was lost", exc_info=True)
+        KEPT.append(error)
+        port.send(EngineFailed(str(error), error.exit_code))
+        return error.exit_code
     except UserError as error:
         port.send(EngineFailed(str(error), error.exit_code))
         return error.exit_code
@@ -102,8 +112,12 @@ def main() -> int:
         port.close()
 
 
-if __name__ == "__main__":
-    code = main()
+def end(code: int) -> None:
+    """End the process at once."""
     logging.shutdown()
     # Not sys.exit: the watch thread blocks in a read that interpreter shutdown would wait for.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    end(main())
