@@ -5,13 +5,12 @@ The engine's own process raises the errors of torch here; tests/gpu/test_device_
 
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.engine import reference
 from tests.faults.conftest import assert_quiet
-from tests.faults.test_engine import ask, expected
+from tests.faults.test_engine import TOKENS, ask, expected
 from tests.support.faulty_engine import FITTING_TOKENS, TRIGGER
 from tests.support.live import LiveServer, OpenStream, completion_text
 
@@ -30,22 +29,20 @@ def text_of(folder, prompt: list[int], tokens: int) -> str:
 
 
 def ask_beside(server: LiveServer, folder, fault_prompt: list[int]) -> tuple[int, dict]:
-    """The answer to a prompt that sets the fault off, beside a stream that goes on and neighbours that must get exactly
-    their own."""
+    """The answer to a prompt that sets the fault off, beside streams that go on with exactly their own tokens."""
     prompts = reference.PROMPTS[:4]
-    stream = OpenStream(server, {**ENDLESS, "prompt": prompts[0], "max_tokens": 800})
-    begun = stream.read(2)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        neighbours = [pool.submit(ask, server, prompt) for prompt in prompts]
-        answer = ask(server, fault_prompt, max_tokens=8)
-        for prompt, neighbour in zip(prompts, neighbours, strict=True):
-            status, found = neighbour.result()
-            assert status == 200, found
-            assert found["choices"][0]["text"] == expected(folder, prompt)
-    events = [*begun, *stream.rest()]
-    stream.close()
-    assert not any("error" in event for event in events)
-    assert completion_text(events).startswith(expected(folder, prompts[0]))
+    lengths = [800, *[TOKENS] * (len(prompts) - 1)]
+    streams = [
+        OpenStream(server, {**ENDLESS, "prompt": prompt, "max_tokens": length})
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    begun = [stream.read(1) for stream in streams]
+    answer = ask(server, fault_prompt, max_tokens=8)
+    for prompt, stream, events in zip(prompts, streams, begun, strict=True):
+        events += stream.rest()
+        stream.close()
+        assert not any("error" in event for event in events)
+        assert completion_text(events).startswith(expected(folder, prompt))
     return answer
 
 
