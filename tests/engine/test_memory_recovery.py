@@ -149,6 +149,12 @@ PARAMS = [
 ]
 
 
+SWAPPING = {
+    "prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.002, "kv_cache_gib": 0.001, "max_model_len": 192,
+}  # fmt: skip
+"""Less KV memory than the prompts need, so that cached ones go to the host and come back."""
+
+
 def answers(llm: LLM) -> list[tuple[list[int], str | None]]:
     params = [PARAMS[index % len(PARAMS)] for index in range(len(PROMPTS))]
     return [(out.outputs[0].token_ids, out.outputs[0].error) for out in llm.generate(PROMPTS, params)]
@@ -182,7 +188,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("options", [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}, SWAPPING], ids=str)
 def test_row_40_the_model_gives_the_same_tokens(demo_model, sabotage, overlap, options):
     """Penalties, seeds, log-probabilities and cached prompts survive steps that were half done."""
     flags = {"device": "cpu", "kv_cache_gib": 0.02, "dtype": "float32", "disable_overlap": not overlap} | options
