@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+OUT ?= bench-gpu
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -17,7 +18,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 SOURCES := bladellm_tools bladellm_runtime kernels recipes tests
 
-.PHONY: help setup demo test test-all test-gpu bench-gpu lint fmt
+.PHONY: help setup demo test test-all test-gpu bench-gpu bench-streams lint fmt
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,7 +43,12 @@ test-gpu: setup  ## tests of the GPU, then the others on it
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device cuda $(PYTEST_ARGS)
 
-bench-gpu: setup  ## tokens a second of 64 streams on the GPU, beside transformers
+bench-gpu: setup  ## the tables of speed beside their goals; OUT=folder SHAPES="llama31-8b" PARTS="decode online" PEER="command"
+	$(RUN) recipes/benchmarks/bench_gpu.py --device cuda --out $(OUT) $(if $(SHAPES),--shapes $(SHAPES)) \
+		$(if $(PARTS),--parts $(PARTS)) $(if $(TOKENIZER),--tokenizer_dir $(TOKENIZER)) $(if $(PEER),--peer '$(PEER)') \
+		$(BENCH_ARGS)
+
+bench-streams: setup  ## tokens a second of 64 streams on the GPU, beside transformers
 	$(RUN) recipes/benchmarks/concurrent_streams.py --device cuda --dtype bfloat16
 
 lint: setup  ## style and types

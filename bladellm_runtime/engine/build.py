@@ -24,6 +24,7 @@ from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
+from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.mixed_graphs import mixed_sizes
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -118,7 +119,8 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
     with times.phase("capture graphs"):
         capture_steps(args, runner, device, capture)
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
-    core = EngineCore(Scheduler(limits, memory), runner, overlap=not args.disable_overlap)
+    scheduler = Scheduler(limits, memory)
+    core = EngineCore(scheduler, runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         with runner.without_mixed_graphs():
@@ -126,6 +128,7 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
         warm_up(core, limits, thorough=False)
     with times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, device, runner.mixed_sizes)
+    core.recovery = MemoryRecovery(scheduler)
     keep_kernel_list(args, folder, device)
     kv_cache = describe_kv(args, shape, kv_spec, device, rotated=rotation is not None)
     return Engine(core, announce(spec, kv_spec, model, max_model_len, table, times, kv_cache), folder, arena)

@@ -3,9 +3,12 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from bladellm_runtime.engine.launch_timer import LaunchTimer
+from bladellm_runtime.engine.memory_recovery import MemoryRecovery
+from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
@@ -16,13 +19,17 @@ OVERLAP_DEPTH = 2
 
 class Runner(Protocol):
     """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result; `finished`
-    says whether that is there; `add_stats` fills in what only the runner's memory knows."""
+    says whether that is there; `add_stats` fills in what only the runner's memory knows. The first two raise
+    `StepMemoryError` for a step that has no result, after which `recover` is called once all others are collected, and
+    `DeviceLostError` when there is no going on."""
 
     def launch(self, plan: StepPlan) -> Any: ...
 
     def collect(self, launched: Any) -> StepResult: ...
 
     def finished(self, launched: Any) -> bool: ...
+
+    def recover(self) -> None: ...
 
     def add_stats(self, stats: EngineStats) -> None: ...
 
@@ -48,6 +55,9 @@ class EngineCore:
         self._started = 0.0
         self.watch: Callable[[StepPlan, float], None] | None = None
         """Called with each completed step and the seconds that it took."""
+        self.recovery: MemoryRecovery | None = None
+        """Says how to go on when a step runs out of memory; without it `step` raises."""
+        self._device_lost = False
 
     @property
     def idle(self) -> bool:
@@ -64,7 +74,25 @@ class EngineCore:
         return self._scheduler.abort(request_ids)
 
     def step(self) -> list[RequestDelta]:
-        """Launch the next step if there is one, then complete the oldest in flight if it is due."""
+        """Launch the next step if there is one, then complete the oldest in flight if it is due.
+
+        Raises `DeviceLostError` when the device can do no more, `StepMemoryError` when no step fits into its memory.
+        """
+        try:
+            return self._step_or_recover()
+        except DeviceLostError:
+            self._device_lost = True
+            raise
+
+    def _step_or_recover(self) -> list[RequestDelta]:
+        try:
+            return self._step()
+        except StepMemoryError as error:
+            if self.recovery is None:
+                raise
+            return self._recover(self.recovery, error)
+
+    def _step(self) -> list[RequestDelta]:
         start = time.monotonic()
         plan = self._scheduler.plan()
         if plan is not None:
@@ -90,8 +118,10 @@ class EngineCore:
         self._in_flight.append((plan, launched))
 
     def _complete_oldest(self) -> list[RequestDelta]:
-        plan, launched = self._in_flight.popleft()
+        # A step whose result cannot be read stays: `_recover` finds it there.
+        plan, launched = self._in_flight[0]
         result = self._runner.collect(launched)
+        self._in_flight.popleft()
         self._started = time.monotonic()
         deltas = self._scheduler.complete(plan, result, self._started)
         if self.timer is not None:
@@ -99,6 +129,21 @@ class EngineCore:
         if self.watch is not None:
             self.watch(plan, self._scheduler.last_step_seconds)
         return deltas
+
+    def _recover(self, recovery: MemoryRecovery, error: StepMemoryError) -> list[RequestDelta]:
+        """Complete the steps before the one without a result, drop those behind it, and let the recovery go on."""
+        deltas: list[RequestDelta] = []
+        with suppress(StepMemoryError):
+            while self._in_flight:
+                deltas += self._complete_oldest()
+        while self._in_flight:
+            _, launched = self._in_flight.popleft()
+            with suppress(StepMemoryError):
+                self._runner.collect(launched)
+        self._runner.recover()
+        if self.timer is not None:
+            self.timer.forget_launches()
+        return deltas + recovery.recover(error)
 
     def bound_steps(self, bound: StepBound | None) -> None:
         """Keep steps with decodes within a bound from now on; None lifts it."""
@@ -123,7 +168,9 @@ class EngineCore:
         self._scheduler.check()
 
     def close(self) -> None:
-        """Wait for the steps in flight, then release the runner's memory."""
+        """Wait for the steps in flight, then release the runner's memory; a lost device is left alone."""
+        if self._device_lost:
+            return
         while self._in_flight:
             _, launched = self._in_flight.popleft()
             self._runner.collect(launched)

@@ -53,6 +53,10 @@ class LaunchTimer:
         if self._known.popleft():
             self._seconds[_kind(plan)] = seconds
 
+    def forget_launches(self) -> None:
+        """The steps launched so far will not be completed."""
+        self._known.clear()
+
     def spare(self, plan: StepPlan, prompts: bool) -> float:
         """Seconds after the start of `plan` at which the step behind it is to be planned, one with prompts or not; may
         be negative."""

@@ -23,6 +23,10 @@ ORPHAN_GRACE_SECONDS = 5.0
 COLLECT_AFTER = 20_000
 """Allocations between collections: a step makes a list a row, none of them in cycles."""
 
+KEPT: list[BaseException] = []
+"""Errors of a lost device, with all that their frames hold: freeing it would ask the device, and end the process before
+the front end has been told why."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +44,7 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
     """
     # Imported here so that a front end learns quickly of a bad address, before torch loads.
     from bladellm_runtime.engine.build import build_engine
+    from bladellm_runtime.engine.step_errors import DeviceLostError
 
     try:
         engine = build_engine(args)
@@ -54,6 +59,11 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
         loop.run()
     except FrontEndGone:
         return 1
+    except DeviceLostError as error:
+        logger.debug("the device was lost", exc_info=True)
+        KEPT.append(error)
+        port.send(EngineFailed(str(error), error.exit_code))
+        return error.exit_code
     except UserError as error:
         port.send(EngineFailed(str(error), error.exit_code))
         return error.exit_code
@@ -105,8 +115,12 @@ def main() -> int:
         port.close()
 
 
-if __name__ == "__main__":
-    code = main()
+def end(code: int) -> None:
+    """End the process at once."""
     logging.shutdown()
     # Not sys.exit: the watch thread blocks in a read that interpreter shutdown would wait for.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    end(main())

@@ -24,6 +24,7 @@ from bladellm_runtime.engine.mixed_graphs import MixedGraphs
 from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
 from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.engine.step_errors import step_error
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.operations import Rows
@@ -110,27 +111,55 @@ class ModelRunner:
         self._mixed = mixed
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
-        """Start a step. Plans must come in order; at most two may be uncollected."""
+        """Start a step. Plans must come in order; at most two may be uncollected.
+
+        Here, or on a CPU in `collect`, raises `StepMemoryError` or `DeviceLostError`.
+        """
         if self._worker is not None:
             return self._worker.submit(self._run, plan)
         return self._run(plan)
 
     def collect(self, launched: "concurrent.futures.Future[RunningStep] | RunningStep") -> StepResult:
-        """Wait for a step and read its result."""
+        """Wait for a step and read its result. Raises as `launch`."""
         step = launched if isinstance(launched, RunningStep) else launched.result()
-        if step.done is not None:
-            step.done.synchronize()
-        return _read(step)
+        try:
+            if step.done is not None:
+                step.done.synchronize()
+            return _read(step)
+        except RuntimeError as error:
+            raise step_error(error, None) from error
 
     def finished(self, launched: "concurrent.futures.Future[RunningStep] | RunningStep") -> bool:
-        """Whether `collect` would not have to wait."""
-        if isinstance(launched, RunningStep):
+        """Whether `collect` would not have to wait. Raises `DeviceLostError`."""
+        if not isinstance(launched, RunningStep):
+            return launched.done()
+        try:
             return launched.done is None or launched.done.query()
-        return launched.done()
+        except RuntimeError as error:
+            raise step_error(error, None) from error
+
+    def recover(self) -> None:
+        """After a `StepMemoryError`, all launched steps collected: return when the device is done with the part of the
+        step that it was given, and what torch keeps for reuse is free memory again. Raises `DeviceLostError`."""
+        if self._device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as error:
+                raise step_error(error, None) from error
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> RunningStep:
-        self._arena.submit(plan.memory, Rows(plan.slots, plan.starts, plan.query_lens))
+        repeatable = None
+        try:
+            self._arena.submit(plan.memory, Rows(plan.slots, plan.starts, plan.query_lens))
+            # From here on the arena shows what the scheduler takes it to show, whether or not the step is done.
+            repeatable = plan
+            return self._run_plan(plan)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise step_error(error, repeatable) from error
+
+    def _run_plan(self, plan: StepPlan) -> RunningStep:
         for load in plan.loads:
             self._tokens[load.slot] = SlotTokens.of(load)
             self._sampling.load(load)

@@ -19,7 +19,7 @@ class Planner:
     """
 
     def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
-        self._limits = limits
+        self.limits = limits
         self._roster = roster
         self._half_granule = roster.slots.granule_tokens // 2
         self._short_rows = 0
@@ -28,7 +28,7 @@ class Planner:
 
     def fill(self, plan: StepPlan, now: float) -> None:
         """Add rows to an empty plan; it stays empty when nothing can run now."""
-        budget = self._limits.max_batch_tokens - len(self._roster.decoding)
+        budget = self.limits.max_batch_tokens - len(self._roster.decoding)
         self._add_decodes(plan)
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget)
@@ -127,7 +127,7 @@ class Planner:
             seq.loaded = True
             if seq.cached < 0:
                 seq.cached = seq.planned
-        tokens = policy.chunk_tokens(seq, budget, self._limits.prefill_chunk_tokens)
+        tokens = policy.chunk_tokens(seq, budget, self.limits.prefill_chunk_tokens)
         plan.slots.append(seq.slot)
         plan.generations.append(seq.generation)
         plan.starts.append(seq.planned)

@@ -79,6 +79,16 @@ class Roster:
             seq.request_id, len(seq.tokens), seq.preemptions, self.preemptions,
         )  # fmt: skip
 
+    def requeue_all(self) -> None:
+        """Put every sequence that has a part in planned steps back into the queue; no step may be in flight."""
+        for seq in self.live.values():
+            if seq.state in (State.PREFILL, State.DECODE):
+                self.slots.retire(seq)
+            if seq.state is not State.WAITING:
+                self._move(seq, State.WAITING)
+                self.preemptions += 1
+        self.slots.release_retired()
+
     def drain(self, seq: Sequence) -> None:
         """Stop planning a sequence: every token it may produce is planned."""
         self.slots.retire(seq)

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.request import FinishReason
@@ -14,7 +15,11 @@ from bladellm_runtime.scheduler.planner import Planner
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.results import ResultReader
 from bladellm_runtime.scheduler.roster import Roster
+from bladellm_runtime.scheduler.sequence import by_arrival
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+
+OUT_OF_MEMORY = "out_of_memory"
+"""The error of a request for which the device has no memory left beside the KV cache."""
 
 
 class Scheduler:
@@ -43,6 +48,7 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._added = 0
         self._planned = 0
+        self._given_up = 0
         self._steps_before = 0
         self._step_seconds = 0.0
         self._last_completion = 0.0
@@ -118,13 +124,44 @@ class Scheduler:
         self._last_completion = now
         return deltas
 
+    @property
+    def steps_completed(self) -> int:
+        """Steps whose results are in, since the start."""
+        return self._roster.slots.completed - self._given_up
+
+    def give_up_steps(self) -> None:
+        """Forget the steps in flight, whose results will not come, and what may rest on them: all that runs goes back
+        to the queue, and no prompt stays cached. Nothing may run on the device."""
+        self._given_up += len(self._in_flight)
+        self._in_flight.clear()
+        self._roster.slots.completed = self._planned
+        self._memory.complete(self._planned)
+        self._roster.requeue_all()
+        self._memory.reset_prompt_cache()
+
+    def limit_steps(self, tokens: int) -> None:
+        """Plan steps of at most so many tokens from now on; only while nothing runs."""
+        chunk = min(self._limits.prefill_chunk_tokens, tokens)
+        self._limits = replace(self._limits, max_batch_tokens=tokens, prefill_chunk_tokens=chunk)
+        self._planner.limits = self._limits
+
+    def fail_newest(self, plan: StepPlan) -> list[RequestDelta]:
+        """End the request that came last of those in a step in flight; returns its terminal delta."""
+        rows = zip(plan.slots, plan.generations, strict=True)
+        found = [seq for slot, generation in rows if (seq := self._roster.slots.find(slot, generation)) is not None]
+        if not found:
+            return []
+        newest = max(found, key=by_arrival)
+        self._roster.end(newest)
+        return [RequestDelta(newest.request_id, [], FinishReason.ERROR, OUT_OF_MEMORY)]
+
     def bound_steps(self, bound: StepBound | None) -> None:
         """Keep steps with decodes within a bound from now on; None lifts it."""
         self._planner.bound = bound
 
     def reset_counters(self) -> None:
         """Count steps, their seconds, tokens and preemptions from now on."""
-        self._steps_before = self._roster.slots.completed
+        self._steps_before = self.steps_completed
         self._step_seconds = 0.0
         self._roster.preemptions = 0
         self._reader.prompt_tokens = self._reader.generated_tokens = self._reader.cached_tokens = 0
@@ -146,7 +183,7 @@ class Scheduler:
             kv_granules_used=self._memory.used,
             kv_granules=spec.num_granules,
             granule_tokens=spec.granule_tokens,
-            steps=self._roster.slots.completed - self._steps_before,
+            steps=self.steps_completed - self._steps_before,
             step_seconds=self._step_seconds,
             preemptions=self._roster.preemptions,
             prompt_tokens=self._reader.prompt_tokens,

@@ -72,6 +72,10 @@ def generation_error(code: str | None) -> ApiError:
         return invalid_request("The prompt does not fit into the model's context", code=code)
     if code == "invalid_logits":
         return ApiError(500, "The model computed logits that are not numbers; this request was ended", code=code)
+    if code == "out_of_memory":
+        return ApiError(
+            503, "The GPU has no memory left for this request; try again later, or a shorter one", code=code
+        )
     return ApiError(500, "The request failed while it was generated", code=code or "generation_failed")
 
 

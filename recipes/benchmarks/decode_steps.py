@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from step_timing import LAUNCH_PARTS, Clocks, Lateness, finish, start_decoding, watch_steps
+from targets import DECODE, Target, number
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,11 +24,6 @@ from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.models.decoder import Decoder
 
-TARGETS = {
-    1: (3.52, 4.86, 4.15), 8: (3.65, 5.13, 4.35), 32: (4.07, 5.69, 4.9), 64: (4.63, 6.74, 5.6),
-    128: (5.77, 8.66, 7.2), 256: (9.36, 13.8, 11.5),
-}  # fmt: skip
-"""Milliseconds by batch of the Llama-3.1-8B shape in bf16 on one H200, 512 tokens in: floor, vLLM, ours at least."""
 HOST_PARTS = ("plan", "launch", "complete")
 
 
@@ -99,12 +95,13 @@ def busy_share(kernels: list[FunctionEvent]) -> float:
 
 def report(found: dict[str, Any], shown: bool) -> str:
     """A row of the table; shown: with the targets, which are for one shape."""
-    floor, peer, least = TARGETS.get(int(found["batch"]), ("",) * 3) if shown else ("",) * 3
+    target = DECODE.get(int(found["batch"]), Target()) if shown else Target()
     idle = f"{found['idle_share']:.2%}" if "idle_share" in found else ""
     step = (
         f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f} | {found['late']:.0f} | {idle}"
     )
-    return f"| {found['batch']} | {floor} | {peer} | {least} | {step} |"
+    goals = " | ".join(number(figure) for figure in (target.floor, target.peer, target.least))
+    return f"| {found['batch']} | {goals} | {step} |"
 
 
 def print_host_parts(rows: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from decode_steps import busy_share
 from step_timing import Clocks, finish, start_decoding, watch_steps
+from targets import PREFILL, Target, number
 from torch.profiler import ProfilerActivity, profile
 
 from bladellm_runtime.config import GIB, EngineArgs
@@ -25,10 +26,8 @@ from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest
 
-TARGETS = {1024: (18.3, 32.3, 26.0), 8192: (172.0, 207.0, 195.0), 32768: (1030.0, 1180.0, 1150.0)}
-"""Milliseconds of a prefill by tokens, Llama-3.1-8B shape in bf16 on one H200, idle engine: floor, vLLM, ours at
-least."""
 COLUMNS = ("case", "graphs", "floor ms", "vLLM", "at least", "ms", "host ms", "tokens", "captured", "idle")
+GOALS = {f"prefill {tokens}": target for tokens, target in PREFILL.items()}
 FIRST_ID = 1_000_000
 """Of the prompts that are measured; `start_decoding` numbers its own from 0."""
 
@@ -36,9 +35,10 @@ FIRST_ID = 1_000_000
 class Bench:
     """An engine, what its steps held, and prompts to feed it."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, seed: int, clocks: Clocks | None = None) -> None:
+        """clocks: those of the engine's steps where it is watched already."""
         self.engine = engine
-        self.clocks: Clocks = watch_steps(engine.core)
+        self.clocks = clocks or watch_steps(engine.core)
         self.mixed = engine.core._runner._mixed
         self.tokens: list[int] = []
         self.captured: list[bool] = []
@@ -107,7 +107,7 @@ def measure_prefill(bench: Bench, args: argparse.Namespace, tokens: int, used: b
     seconds = float(np.median([bench.prefill(tokens) for _ in range(repeats)]))
     row = bench.found(f"prefill {tokens}", used, seconds, None)
     row["idle"] = idle_share(lambda: bench.prefill(tokens)) if args.trace else None
-    return row | {"targets": TARGETS.get(tokens)}
+    return row
 
 
 def measure_mixed(bench: Bench, args: argparse.Namespace, batch: int, chunk: int, used: bool) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def measure_mixed(bench: Bench, args: argparse.Namespace, batch: int, chunk: int
     row = bench.found(f"{batch} decodes + {chunk}", used, seconds, None)
     row["idle"] = idle_share(lambda: bench.mixed_steps(chunk, 6)) if args.trace else None
     finish(bench.engine.core, batch)
-    return row | {"targets": None}
+    return row
 
 
 def idle_share(run: Callable[[], Any]) -> float | None:
@@ -136,7 +136,8 @@ def idle_share(run: Callable[[], Any]) -> float | None:
 
 def report(row: dict[str, Any], shown: bool) -> str:
     """A row of the table; shown: with the targets, which are for one shape."""
-    targets = (row["targets"] if shown else None) or ("",) * 3
+    target = GOALS.get(row["case"], Target()) if shown else Target()
+    targets = [number(figure) for figure in (target.floor, target.peer, target.least)]
     idle = "" if row["idle"] is None else f"{row['idle']:.1%}"
     cells = [row["case"], "on" if row["graphs"] else "off", *targets, f"{row['ms']:.2f}", f"{row['host_ms']:.2f}"]
     cells += [f"{row['tokens']:.0f}", f"{row['captured']:.0%}", idle]

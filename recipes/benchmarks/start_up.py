@@ -24,15 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-TOKENIZER = ROOT / "recipes" / "models" / "demo"
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-"""The shape of Llama 3.1 8B."""
+from shapes import SHAPES, TOKENIZER, copy_tokenizer
+
 NOISE = 2**24
 
 
@@ -40,10 +33,10 @@ def write_folder(folder: Path, shard_bytes: int) -> None:
     """Complete a model folder: what it lacks of config, tokenizer and weights. Random bf16 weights, norms 1."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.json").exists():
-        (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    for file in TOKENIZER.glob("*token*.json"):
-        if not (folder / "tokenizer.json").exists() or file.name != "tokenizer.json":
-            shutil.copy(file, folder / file.name)
+        config = SHAPES["llama31-8b"] | {"max_position_embeddings": 8192}
+        (folder / "config.json").write_text(json.dumps(config))
+    if not (folder / "tokenizer.json").exists():
+        copy_tokenizer(TOKENIZER, folder)
     if not list(folder.glob("*.safetensors")):
         start = time.monotonic()
         size = write_weights(folder, shard_bytes)
