@@ -33,7 +33,8 @@ class ForwardBatch:
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
-    decode rows may be any token's: what they leave in rows of chunks is overwritten.
+    decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode: decode
+    attention leaves room for the layer behind, see `DecodeWorkspace.plan`.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +53,7 @@ class ForwardBatch:
     rotation: torch.Tensor | None = None
     planned: PlannedCalls | None = None
     prefill_lists: dict[int | None, PrefillTiles] | None = None
+    light_decode: bool = False
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
 
     def decode_work(self, window: int | None) -> DecodeWork | None:
@@ -59,5 +61,5 @@ class ForwardBatch:
         if self.workspace is None:
             return None
         if window not in self._works:
-            self._works[window] = self.workspace.plan(self.decode_kv_lens, window, 1)
+            self._works[window] = self.workspace.plan(self.decode_kv_lens, window, 1, light=self.light_decode)
         return self._works[window]

@@ -141,7 +141,7 @@ def measure(
     expected = reference(problem, inputs) if arguments.check else None
     results = []
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
-    plans = schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows)]
+    plans = schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))]
     for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:

@@ -27,6 +27,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
+    lingers: programs without work stay for a while.
     reads: see `DecodeWork`.
     """
 
@@ -53,6 +54,7 @@ class DecodeShape:
     windowed: bool
     reads: str
     plain: bool
+    lingers: bool
     block_kv: int
     warps: int
     tokens: int
@@ -76,6 +78,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
     parts = unit_parts(kv)
     units = kv.head_dim // parts
     block_kv = work.schedule.block_kv
+    plain = q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None
     return DecodeShape(
         kv_heads=kv.kv_heads,
         group=group,
@@ -99,7 +102,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         paged=kv.paged,
         windowed=work.window is not None,
         reads=work.reads,
-        plain=q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None,
+        plain=plain,
+        lingers=work.light and not plain,
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,

@@ -13,10 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from bladellm_kernels.shared_memory import prefer_shared_memory
+
 
 def early_launch(device: torch.device) -> dict[str, bool]:
     """Launch options, EARLY among them for the kernel's constexpr of that name."""
-    return {"EARLY": True, "launch_pdl": True} if can_launch_early(device) else {"EARLY": False}
+    if not can_launch_early(device):
+        return {"EARLY": False}
+    prefer_shared_memory()
+    return {"EARLY": True, "launch_pdl": True}
 
 
 @cache

@@ -68,6 +68,9 @@ class HopperSchedule:
     units: int = 1
 
 
+_HALF_SHARED = 112 * 1024
+"""Bytes of shared memory that programs of two kernels may take on an SM beside each other."""
+
 Schedule = GemvSchedule | DotSchedule | HopperSchedule
 KINDS: dict[str, type[Schedule]] = {"gemv": GemvSchedule, "dot": DotSchedule, "hopper": HopperSchedule}
 
@@ -119,10 +122,17 @@ def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
 
 
 def default_hopper_schedule(rows: int, gated: bool = False) -> HopperSchedule | None:
-    """For shapes of layers with norms that nobody measured, None for other operators: of more rows cuBLAS is faster."""
-    if rows > 16:
+    """For shapes of layers with norms that nobody measured, None for other operators: of more rows cuBLAS is faster.
+
+    One program an SM that takes just less than half of its shared memory: so each layer's programs fit beside those of
+    the layer before, one everywhere.
+    """
+    if rows > 32:
         return None
-    return HopperSchedule(max(8, power_of_two(rows)), 128 // (1 + gated), 64, stages=6)
+    block_m, parts = max(8, power_of_two(rows)), 1 + gated
+    block_k = 64 if parts * block_m > 32 else 128
+    tile_bytes = 2 * block_k * (64 * parts + block_m)
+    return HopperSchedule(block_m, 64, block_k, stages=_HALF_SHARED // tile_bytes)
 
 
 def save_table(table: ScheduleTable, path: Path) -> None:

@@ -42,6 +42,8 @@ LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
 
 
+LINGER_NANOSECONDS = tl.constexpr(3000)
+
 _REGISTERS = 65536
 """Of an SM."""
 
@@ -69,8 +71,7 @@ def ragged_decode_kernel(
 ) -> None:
     """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head.
 
-    The fields and queries of a segment are asked for before the loop over the blocks of the one before it. SETTLED:
-    the plan can be read before the kernels before this one have ended.
+    What describes a segment is asked for before the loop over the one before it. SETTLED: the plan can be read at once.
     """
     lane = tl.program_id(0) % (SHAPE.kv_heads * SHAPE.tiles)
     program = tl.program_id(0) // (SHAPE.kv_heads * SHAPE.tiles)
@@ -86,6 +87,7 @@ def ragged_decode_kernel(
     if SETTLED:
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
+    _linger(block >= end, SHAPE)
     numbers = load_queries(q, plan, sequence, block < end, head, row, SHAPE)
     granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
     while block < end:
@@ -110,6 +112,21 @@ def ragged_decode_kernel(
         span = next_span
         numbers = next_numbers
         granule = next_granule
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _linger(without_work: tl.tensor, SHAPE: tl.constexpr) -> None:
+    """Keep a program without work on its SM until the programs of the next linear layer have theirs.
+
+    They start where there is room: without this two of them share one of the SMs that are left first, others have none,
+    and since each linear layer starts beside the one before it that goes on through the whole step (on an H200 4.8 ms
+    instead of 4.3 for one sequence of 512 tokens).
+    """
+    if SHAPE.lingers:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [without_work.to(tl.int32) * LINGER_NANOSECONDS],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

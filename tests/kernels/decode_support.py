@@ -106,7 +106,7 @@ def random_scales(tokens, kv_heads, kv_format: KvFormat) -> torch.Tensor:
     return scales.half()
 
 
-def plan(case: Case, window, schedule: DecodeSchedule) -> DecodeWork:
+def plan(case: Case, window, schedule: DecodeSchedule, light: bool = False) -> DecodeWork:
     """The work of a case, its workspace poisoned."""
     heads, head_dim = case.q.shape[1:]
     workspace = DecodeWorkspace(
@@ -115,7 +115,7 @@ def plan(case: Case, window, schedule: DecodeSchedule) -> DecodeWork:
     )  # fmt: skip
     workspace.partial.fill_(torch.nan)
     workspace.lse.fill_(torch.nan)
-    return workspace.plan(case.kv_lens, window, case.query_len)
+    return workspace.plan(case.kv_lens, window, case.query_len, light=light)
 
 
 def run_interpreted(module: str, function: str) -> None:
@@ -141,7 +141,7 @@ def mend() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1):
+def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1, light=False):
     """The attention kernel as the last of `launches` on a plan compiles it for sm_90, without a GPU."""
     from bladellm_kernels import merge_attention_triton as merge_module
     from bladellm_kernels import ragged_decode_triton as module
@@ -168,10 +168,11 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
     as_on_cuda = case.q.dtype == torch.float32
-    monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), plain=as_on_cuda))
+    changed = {"plain": as_on_cuda, "lingers": light and not as_on_cuda}
+    monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), **changed))
     for each in (module, merge_module):
         monkeypatch.setattr(each, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})
-    work = plan(case, window, schedule)
+    work = plan(case, window, schedule, light)
     for _ in range(launches):
         module.launch(*case.memory, case.scale, work, torch.empty_like(case.q))
     return compiled["ragged_decode_kernel"]

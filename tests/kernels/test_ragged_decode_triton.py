@@ -139,12 +139,15 @@ def resources(compiled, folder: Path) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def check_compiled(monkeypatch, folder, format_name, heads, paged=False):
-    """Compiled by default: programs fit an SM as planned, nothing spills, and tiles come in copies of 16 bytes."""
-    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16)
+def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load):
+    """Compiled by default: programs fit an SM as planned, nothing spills, and tiles come in copies of 16 bytes.
+
+    load: the batch, and whether the schedule is a light one.
+    """
+    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16, **load)
     tokens = 16 if paged else 256
     case = decode_case(format_name, torch.bfloat16, heads, [5, 9], granule_tokens=tokens, paged=paged)
-    compiled = compiled_for_hopper(monkeypatch, case, None, schedule)
+    compiled = compiled_for_hopper(monkeypatch, case, None, schedule, light=load.get("light", False))
     registers, stack = resources(compiled, folder)
     assert "sm_90" in compiled.asm["ptx"]
     assert registers * 32 * schedule.warps * schedule.ctas_per_sm <= 65536
@@ -152,6 +155,7 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False):
     assert (compiled.metadata.shared + 1024) * schedule.ctas_per_sm <= 228 * 1024
     assert compiled.metadata.shared <= 227 * 1024
     text = compiled.asm["ptx"]
+    assert ("nanosleep" in text) == load.get("light", False)
     assert "mma.sync.aligned.m16n8k16" in text
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
     loop = inner_loop(compiled.asm["ttgir"])
@@ -170,6 +174,18 @@ def inner_loop(text: str) -> str:
 def test_compiled_for_hopper(format_name, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     check_compiled(monkeypatch, tmp_path, format_name, (32, 8, 128))
+
+
+@pytest.mark.parametrize("load", [{"batch": 64}, {"light": True}])
+def test_compiled_for_many_sequences_and_beside_others(load, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    check_compiled(monkeypatch, tmp_path, "no_quant", (32, 8, 128), **load)
+
+
+def test_a_light_schedule_leaves_half_of_the_shared_memory():
+    schedule = default_schedule(128, light=True)
+    assert schedule.ctas_per_sm == 1
+    assert (schedule.stages - 1) * schedule.block_kv * 512 < 114 * 1024
 
 
 @pytest.mark.parametrize("launches", [1, 2])
@@ -212,14 +228,15 @@ def test_on_the_gpu(dtype, format_name, heads, window, query_len, paged, granule
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("format_name", ["no_quant", "int8", "int4_affine"])
-def test_a_captured_graph_holds_for_other_lengths(format_name):
+@pytest.mark.parametrize("light", [False, True])
+def test_a_captured_graph_holds_for_other_lengths(format_name, light):
     case = decode_case(format_name, torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
     lens = case.kv_lens.clone()
     workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16)
     out = torch.empty_like(case.q)
 
     def step():
-        work = workspace.plan(lens)
+        work = workspace.plan(lens, light=light)
         memory = (case.q, case.kv, case.base_rows, case.slots, lens)
         ragged_decode_attention(*memory, 3000, case.scale, work=work, out=out)
 
@@ -237,7 +254,8 @@ def test_a_captured_graph_holds_for_other_lengths(format_name):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_layers_of_a_graph_share_a_plan():
+@pytest.mark.parametrize("light", [False, True])
+def test_layers_of_a_graph_share_a_plan(light):
     """Each kernel reads what the one before it wrote, though it starts before that one has ended."""
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
     lens = case.kv_lens.clone()
@@ -245,7 +263,7 @@ def test_layers_of_a_graph_share_a_plan():
     outs = [torch.empty_like(case.q) for _ in range(8)]
 
     def step():
-        work, queries = workspace.plan(lens), case.q
+        work, queries = workspace.plan(lens, light=light), case.q
         for out in outs:
             memory = (queries, case.kv, case.base_rows, case.slots, lens)
             ragged_decode_attention(*memory, 3000, case.scale, work=work, out=out)
