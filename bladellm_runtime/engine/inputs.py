@@ -8,10 +8,14 @@ import torch
 
 from bladellm_runtime.engine.upload import upload
 from bladellm_runtime.kv.arena import KvArena
-from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow
+from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow, WantedTokens
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+WANTED_SHARE = 2
+"""Of a step's tokens at most one in so many is wanted where its last layer is computed for those alone: it costs a plan
+of decode attention and two gathers, and saves the other tokens' attention, output projection and MLP."""
 
 
 @dataclass(slots=True)
@@ -43,12 +47,22 @@ class PromptScore:
 
 
 @dataclass(slots=True)
+class SequenceEnds:
+    """Of the sequences in a step's sampling rows, int64 [R] each: the fields of `WantedTokens`."""
+
+    base_rows: IntArray
+    slots: IntArray
+    kv_lens: IntArray
+
+
+@dataclass(slots=True)
 class FlatPlan:
     """A plan as int64 arrays: T query tokens, the `num_decode` decode rows first, then the chunks.
 
     decode_slots, decode_base_rows, decode_kv_lens: [num_decode]. prompt_ids: [T - num_decode]. positions, kv_rows and,
     where layers have a table, granule_rows: [T]. logit_tokens: the last token of each of `sampling_rows`, which are
-    plan rows, then the tokens of `scores`; no token twice.
+    plan rows, then the tokens of `scores`; no token twice. wanted: of `logit_tokens` where, with chunks and no scores,
+    they are few enough that the last layer is worth computing for them alone.
     """
 
     num_decode: int
@@ -63,6 +77,7 @@ class FlatPlan:
     prefills: list[PrefillRow]
     sampling_rows: list[int]
     scores: list[PromptScore]
+    wanted: SequenceEnds | None = None
 
     @property
     def tokens(self) -> int:
@@ -93,6 +108,8 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
     count = plan.num_decode
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
     sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
+    few = bool(prefills) and not scores and WANTED_SHARE * len(sampling_rows) <= len(positions)
+    kv_lens = starts + query_lens
     return FlatPlan(
         num_decode=count,
         decode_slots=slots[:count],
@@ -106,6 +123,7 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
         prefills=prefills,
         sampling_rows=sampling_rows,
         scores=scores,
+        wanted=SequenceEnds(base_rows[sampling_rows], slots[sampling_rows], kv_lens[sampling_rows]) if few else None,
     )
 
 
@@ -122,10 +140,16 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         np.empty(0, dtype=np.int64) if flat.granule_rows is None else flat.granule_rows,
     ]
     sections += [score.targets for score in flat.scores]
+    if flat.wanted is not None:
+        sections += [flat.wanted.base_rows, flat.wanted.slots, flat.wanted.kv_lens]
     sent, pinned = upload(sections, last_token.device)
     decode_slots, prompts, *rest = sent[:7]
-    for score, targets in zip(flat.scores, sent[8:], strict=True):
+    for score, targets in zip(flat.scores, sent[8 : 8 + len(flat.scores)], strict=True):
         score.wanted = targets
+    wanted = None
+    if flat.wanted is not None:
+        base_rows, slots, kv_lens = sent[-3:]
+        wanted = WantedTokens(rest[4], base_rows, slots, kv_lens, int(flat.wanted.kv_lens.max(initial=0)))
     batch = ForwardBatch(
         input_ids=torch.cat([last_token[decode_slots], prompts]),
         positions=rest[0],
@@ -139,6 +163,7 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         prefills=flat.prefills,
         logit_tokens=rest[4],
         kv=arena,
+        wanted=wanted,
     )
     return StepInputs(batch, pinned)
 

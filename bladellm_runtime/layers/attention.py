@@ -10,7 +10,7 @@ from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
 from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 
-from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
 
@@ -56,6 +56,34 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], writing K and V to the arena; cos, sin: tables of the step's positions."""
+        q, kv = self._store(x, batch, cos, sin)
+        return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
+
+    def of_wanted(
+        self, x: torch.Tensor, wanted: WantedTokens, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for the wanted tokens alone, [R, hidden]; K and V of all tokens are written."""
+        q, kv = self._store(x, batch, cos, sin)
+        if not len(wanted.tokens):
+            return x[:0]
+        window = self.shape.window
+        attended = ragged_decode_attention(
+            q.index_select(0, wanted.tokens),
+            kv,
+            wanted.base_rows,
+            wanted.slots,
+            wanted.kv_lens,
+            wanted.max_kv_len,
+            self.shape.scale,
+            window,
+            work=None if batch.workspace is None else batch.workspace.plan(wanted.kv_lens, window, 1),
+        )
+        return self.output(attended.view(len(attended), -1))
+
+    def _store(
+        self, x: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, KvLayer]:
+        """x [T, hidden] -> the turned queries [T, Hq, D], and the layer that K and V have been written to."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
@@ -66,7 +94,7 @@ class Attention:
             q, k, v, cos, sin, kv, batch.kv_rows, batch.granule_rows,
             norms=self.norms, rotate=batch.rotation, out=out,
         )  # fmt: skip
-        return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
+        return q, kv
 
     def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""

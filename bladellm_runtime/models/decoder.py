@@ -6,7 +6,7 @@ import torch
 from bladellm_kernels.widen import widen
 
 from bladellm_runtime.layers.attention import Attention, AttentionShape
-from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.mlp import GatedMlp
@@ -63,6 +63,24 @@ class DecoderLayer:
         x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
 
+    def of_wanted(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        wanted: WantedTokens,
+        batch: ForwardBatch,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for the wanted tokens alone, [R, hidden] both: of the last layer nobody reads the others."""
+        x, residual = self.input_norm.add(x, residual)
+        x = self.attention.of_wanted(x, wanted, batch, cos, sin)
+        residual = residual.index_select(0, wanted.tokens)
+        if not len(x):
+            return x, residual
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
 
 class Decoder:
     """A loaded model: stateless, all it writes to is the KV arena of the batch it is given."""
@@ -84,17 +102,19 @@ class Decoder:
 
         Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden].
         """
-        return self.final_norm(*self.run_layers(batch), batch.logit_tokens)
+        return self.final_norm(*self.run_layers(batch), batch.logit_tokens if batch.wanted is None else None)
 
     @torch.inference_mode()
     def run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The step without the final norm: the last layer's output, and the residual stream it is to be added to,
-        [T, hidden] each; no stream without layers."""
+        [T, hidden] each, [R, hidden] where R tokens are wanted; no stream without layers."""
         x = self.embedding(batch.input_ids)
         cos, sin = self.rotary(batch.positions)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers if batch.wanted is None else self.layers[:-1]:
             x, residual = layer(x, residual, batch, cos, sin)
+        if batch.wanted is not None:
+            x, residual = self.layers[-1].of_wanted(x, residual, batch.wanted, batch, cos, sin)
         return x, residual
 
     @torch.inference_mode()
