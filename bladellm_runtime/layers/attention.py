@@ -11,7 +11,7 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
 from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 
 from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
-from bladellm_runtime.layers.linear import LinearLayer
+from bladellm_runtime.layers.linear import LinearLayer, added
 from bladellm_runtime.layers.norm import RmsNorm
 
 
@@ -54,15 +54,18 @@ class Attention:
         if q_norm is not None and k_norm is not None:
             self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], writing K and V to the arena; cos, sin: tables of the step's positions."""
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor | None:
+        """x [T, hidden] -> [T, hidden], or None where it was added to residual [T, hidden]. K and V are written to the
+        arena; cos, sin: tables of the step's positions."""
         q, kv = self._store(x, batch, cos, sin)
-        return self.output(self._attend(q, kv, batch).view(x.shape[0], -1))
+        return added(self.output, self._attend(q, kv, batch).view(x.shape[0], -1), residual)
 
     def of_wanted(
         self, x: torch.Tensor, wanted: WantedTokens, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """The same for the wanted tokens alone, [R, hidden]; K and V of all tokens are written."""
+        """Of the wanted tokens alone, [R, hidden]; K and V of all tokens are written."""
         q, kv = self._store(x, batch, cos, sin)
         if not len(wanted.tokens):
             return x[:0]

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.linear import linear
+from bladellm_kernels.linear_schedules import MAX_ROWS
 
 
 class LinearLayer(Protocol):
@@ -32,6 +33,26 @@ class Linear:
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        """Add the outputs to residual [T, out], in place, where that saves a kernel: cuBLAS computes them, and takes no
+        bias beside it. Whether it did."""
+        if self.bias is not None or not by_cublas(x):
+            return False
+        linear(x, self.weight, out=residual, residual=residual)
+        return True
+
+
+def by_cublas(x: torch.Tensor) -> bool:
+    """Whether a linear layer of x [T, in] is left to cuBLAS for its number of rows."""
+    return x.is_cuda and len(x) > MAX_ROWS
+
+
+def added(layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+    """The outputs of x [T, in], or None where they were added to residual [T, out], if there is one."""
+    if residual is not None and isinstance(layer, Linear) and layer.add_to(residual, x):
+        return None
+    return layer(x)
 
 
 class StackedLinear:

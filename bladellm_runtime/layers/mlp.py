@@ -3,7 +3,7 @@
 import torch
 from bladellm_kernels.silu_mul import silu_mul
 
-from bladellm_runtime.layers.linear import LinearLayer
+from bladellm_runtime.layers.linear import LinearLayer, added
 
 
 class GatedMlp:
@@ -16,3 +16,7 @@ class GatedMlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
         return self.down(silu_mul(self.gate_up(x)))
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
+        """The same, or None where it was added to residual [T, hidden]."""
+        return added(self.down, silu_mul(self.gate_up(x)), residual)

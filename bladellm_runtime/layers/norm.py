@@ -15,13 +15,16 @@ class RmsNorm:
         """x [..., N] -> normed [..., N]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x to the residual stream, in place, and normalise it; without a residual yet, x is the stream.
+    def add(self, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x to the residual stream, in place, and normalise it; without a residual yet, x is the stream, and
+        without an x it has been added.
 
-        Returns (normed, residual), both of x's shape.
+        Returns (normed, residual), both of the stream's shape.
         """
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
+        stream = x if residual is None else residual
+        assert stream is not None
+        if x is None or residual is None:
+            return rms_norm(stream, self.weight, self.eps), stream
         return add_rms_norm(x, residual, self.weight, self.eps, total=residual)
 
     def gather(self, x: torch.Tensor, residual: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:

@@ -48,24 +48,26 @@ class DecoderLayer:
         self.attention = Attention(layer, shape, linear("qkv"), linear("output"), *head_norms)
         self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedMlp(linear("gate_up"), linear("down"))
+        self.last = layer == spec.layers - 1
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor | None,
         batch: ForwardBatch,
         cos: torch.Tensor,
         sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: the output of the layer before, not yet added to the residual stream. Returns (own output, residual)."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """x: the output of the layer before, None where it has been added to the residual stream. Returns (own output,
+        residual) likewise; the last layer's output is never added, since few rows of the sum are wanted."""
         x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, batch, cos, sin)
+        x = self.attention(x, residual, batch, cos, sin)
         x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x) if self.last else self.mlp.add(x, residual), residual
 
     def of_wanted(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor | None,
         wanted: WantedTokens,
         batch: ForwardBatch,
@@ -73,13 +75,13 @@ class DecoderLayer:
         sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for the wanted tokens alone, [R, hidden] both: of the last layer nobody reads the others."""
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attention.of_wanted(x, wanted, batch, cos, sin)
-        residual = residual.index_select(0, wanted.tokens)
-        if not len(x):
-            return x, residual
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        normed, stream = self.input_norm.add(x, residual)
+        attended = self.attention.of_wanted(normed, wanted, batch, cos, sin)
+        kept = stream.index_select(0, wanted.tokens)
+        if not len(kept):
+            return attended, kept
+        normed, kept = self.mlp_norm.add(attended, kept)
+        return self.mlp(normed), kept
 
 
 class Decoder:
@@ -108,13 +110,14 @@ class Decoder:
     def run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The step without the final norm: the last layer's output, and the residual stream it is to be added to,
         [T, hidden] each, [R, hidden] where R tokens are wanted; no stream without layers."""
-        x = self.embedding(batch.input_ids)
+        x: torch.Tensor | None = self.embedding(batch.input_ids)
         cos, sin = self.rotary(batch.positions)
         residual: torch.Tensor | None = None
         for layer in self.layers if batch.wanted is None else self.layers[:-1]:
             x, residual = layer(x, residual, batch, cos, sin)
         if batch.wanted is not None:
             x, residual = self.layers[-1].of_wanted(x, residual, batch.wanted, batch, cos, sin)
+        assert x is not None
         return x, residual
 
     @torch.inference_mode()

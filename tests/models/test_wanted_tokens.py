@@ -73,13 +73,12 @@ def test_no_token_is_wanted(pair, device):
 def test_the_last_layer_computes_wanted_tokens_alone(pair):
     folder, _ = pair
     sequences = Sequences(load_tiny(folder, "cpu"))
-    mlps = [layer.mlp for layer in sequences.model.layers]
     rows: list[int] = []
 
-    def counted(mlp):
-        return lambda x: rows.append(len(x)) or mlp(x)
+    def counted(down):
+        return lambda x: rows.append(len(x)) or down(x)
 
-    for layer, mlp in zip(sequences.model.layers, mlps, strict=True):
-        layer.mlp = counted(mlp)
+    for layer in sequences.model.layers:
+        layer.mlp.down = counted(layer.mlp.down)
     step_wanting(sequences, [(1, random_prompt(12)), (3, random_prompt(7))], [1])
-    assert rows == [19] * (len(mlps) - 1) + [1]
+    assert rows == [19] * (len(sequences.model.layers) - 1) + [1]
