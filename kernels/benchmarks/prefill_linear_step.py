@@ -32,21 +32,24 @@ class Layers:
     attended: Tensor
 
 
-def numbers(data: str, *shape: int) -> Tensor:
+def numbers(data: str, *shape: int, device: str = "cuda") -> Tensor:
     """data: zeros or random."""
     if data == "zeros":
-        return torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.zeros(shape, device=device, dtype=torch.bfloat16)
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
 
-def random_layers(count: int, rows: int, shapes: Mapping[str, tuple[int, int]], data: str) -> Layers:
+def random_layers(
+    count: int, rows: int, shapes: Mapping[str, tuple[int, int]], data: str, device: str = "cuda"
+) -> Layers:
     """shapes: outputs and inputs of the weights, in their order."""
     weights = {
-        name: [numbers(data, outputs, inputs) * inputs**-0.5 for _ in range(count)]
+        name: [numbers(data, outputs, inputs, device=device) * inputs**-0.5 for _ in range(count)]
         for name, (outputs, inputs) in shapes.items()
     }
     hidden = shapes["qkv"][1]
-    return Layers(weights, numbers(data, hidden), *(numbers(data, rows, hidden) for _ in range(3)))
+    entering = (numbers(data, rows, hidden, device=device) for _ in range(3))
+    return Layers(weights, numbers(data, hidden, device=device), *entering)
 
 
 def step(layers: Layers, way: str) -> Tensor:
