@@ -48,7 +48,7 @@ class PromptScore:
 
 @dataclass(slots=True)
 class SequenceEnds:
-    """Of the sequences in a step's sampling rows, int64 [R] each: the fields of `WantedTokens`."""
+    """Of the sequences in a step's sampling rows, int64 [R] each, as in `WantedTokens`."""
 
     base_rows: IntArray
     slots: IntArray
@@ -61,8 +61,7 @@ class FlatPlan:
 
     decode_slots, decode_base_rows, decode_kv_lens: [num_decode]. prompt_ids: [T - num_decode]. positions, kv_rows and,
     where layers have a table, granule_rows: [T]. logit_tokens: the last token of each of `sampling_rows`, which are
-    plan rows, then the tokens of `scores`; no token twice. wanted: of `logit_tokens` where, with chunks and no scores,
-    they are few enough that the last layer is worth computing for them alone.
+    plan rows, then the tokens of `scores`; no token twice. sampled: of the sequences of the sampling rows.
     """
 
     num_decode: int
@@ -77,11 +76,21 @@ class FlatPlan:
     prefills: list[PrefillRow]
     sampling_rows: list[int]
     scores: list[PromptScore]
-    wanted: SequenceEnds | None = None
+    sampled: SequenceEnds
 
     @property
     def tokens(self) -> int:
         return len(self.positions)
+
+    @property
+    def wants_few(self) -> bool:
+        """Whether the last layer is worth computing for `logit_tokens` alone: with chunks, of which none is scored."""
+        return bool(self.prefills) and not self.scores and are_few(len(self.sampling_rows), self.tokens)
+
+
+def are_few(wanted: int, tokens: int) -> bool:
+    """Whether so many wanted tokens are worth a last layer of their own."""
+    return WANTED_SHARE * wanted <= tokens
 
 
 @dataclass(slots=True)
@@ -108,7 +117,6 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
     count = plan.num_decode
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
     sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
-    few = bool(prefills) and not scores and WANTED_SHARE * len(sampling_rows) <= len(positions)
     kv_lens = starts + query_lens
     return FlatPlan(
         num_decode=count,
@@ -123,7 +131,7 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
         prefills=prefills,
         sampling_rows=sampling_rows,
         scores=scores,
-        wanted=SequenceEnds(base_rows[sampling_rows], slots[sampling_rows], kv_lens[sampling_rows]) if few else None,
+        sampled=SequenceEnds(base_rows[sampling_rows], slots[sampling_rows], kv_lens[sampling_rows]),
     )
 
 
@@ -140,16 +148,16 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         np.empty(0, dtype=np.int64) if flat.granule_rows is None else flat.granule_rows,
     ]
     sections += [score.targets for score in flat.scores]
-    if flat.wanted is not None:
-        sections += [flat.wanted.base_rows, flat.wanted.slots, flat.wanted.kv_lens]
+    if flat.wants_few:
+        sections += [flat.sampled.base_rows, flat.sampled.slots, flat.sampled.kv_lens]
     sent, pinned = upload(sections, last_token.device)
     decode_slots, prompts, *rest = sent[:7]
     for score, targets in zip(flat.scores, sent[8 : 8 + len(flat.scores)], strict=True):
         score.wanted = targets
     wanted = None
-    if flat.wanted is not None:
+    if flat.wants_few:
         base_rows, slots, kv_lens = sent[-3:]
-        wanted = WantedTokens(rest[4], base_rows, slots, kv_lens, int(flat.wanted.kv_lens.max(initial=0)))
+        wanted = WantedTokens(rest[4], base_rows, slots, kv_lens, int(flat.sampled.kv_lens.max(initial=0)))
     batch = ForwardBatch(
         input_ids=torch.cat([last_token[decode_slots], prompts]),
         positions=rest[0],

@@ -65,7 +65,7 @@ class MixedGraphs:
         self.inputs = MixedInputs(self._sizes, arena, self._heads, spec.windows, model.dtype)
         shape = (self._sizes[-1], spec.hidden_size)
         self.output = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        """The last layer's, and the residual stream."""
+        """The last layer's, of all tokens or of the wanted ones, and the residual stream."""
         self.residual = torch.zeros_like(self.output)
 
     @torch.inference_mode()
@@ -91,7 +91,10 @@ class MixedGraphs:
         """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does."""
         self._graphs[size]()
         wanted = self.inputs.logit_tokens(flat, size)
-        return self._model.final_norm(self.output, self.residual, wanted)
+        if wanted is not None:
+            return self._model.final_norm(self.output, self.residual, wanted)
+        count = len(flat.sampling_rows)
+        return self._model.final_norm(self.output[:count], self.residual[:count], None)
 
     def _cost(self, chunks: Sequence[PrefillRow]) -> float:
         """µs of prefill attention in a layer."""
@@ -106,9 +109,9 @@ class MixedGraphs:
             batch = self.inputs.batch(size, self._last_token)
             batch.workspace, batch.rotation = self._workspace, self._rotation
             output, residual = self._model.run_layers(batch)
-            self.output[:size].copy_(output)
+            self.output[: len(output)].copy_(output)
             if residual is not None:
-                self.residual[:size].copy_(residual)
+                self.residual[: len(output)].copy_(residual)
 
         return capture(forward)
 
