@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.linear import linear
+from bladellm_kernels.linear_schedules import MAX_ROWS
 from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
 from bladellm_kernels.silu_mul import silu_mul
 
@@ -23,6 +24,10 @@ class LinearLayer(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        """Add the layer of x [T, in] to residual [T, out], in place, where that saves a kernel. Whether it did."""
+        return False
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         """Whether the compounds of so many rows of x are kernels, `gated` with `normed_silu_mul` in place of others."""
@@ -57,6 +62,13 @@ class Linear(LinearLayer):
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        # cuBLAS takes no bias beside the residual.
+        if self.bias is not None or not by_cublas(x):
+            return False
+        linear(x, self.weight, out=residual, residual=residual)
+        return True
+
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # In float16 x · weight can be out of range before the division of the norm.
         ranged = self.weight.dtype != torch.float16
@@ -88,3 +100,8 @@ class StackedLinear(LinearLayer):
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.cat([piece(x) for piece in self.pieces], dim=1, out=out)
+
+
+def by_cublas(x: torch.Tensor) -> bool:
+    """Whether a linear layer of x [T, in] is left to cuBLAS for its number of rows."""
+    return x.is_cuda and len(x) > MAX_ROWS

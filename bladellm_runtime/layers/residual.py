@@ -49,7 +49,13 @@ class NormedStream:
         return silu_mul(gate_up(self.normed))
 
     def add(self, layer: LinearLayer, y: torch.Tensor, norm: RmsNorm) -> Self:
+        if layer.add_to(self.total, y):
+            return type(self)(*norm.add(self.total, None))
         return type(self)(*norm.add(layer(y), self.total))
+
+    def select(self, tokens: torch.Tensor) -> Self:
+        """A new stream of these tokens alone, int64 [R]."""
+        return type(self)(self.normed.index_select(0, tokens), self.total.index_select(0, tokens))
 
 
 @dataclass(frozen=True, slots=True)
