@@ -2,11 +2,14 @@
 
     python kernels/benchmarks/prefill_linears.py [--rows 1024 8192] [--shapes qkv o gate-up down]
             [--ways linear halves own ...] [--steps now residual ...] [--data zeros]
+    python kernels/benchmarks/prefill_linears.py --shapes gate-up --ways linear product silu-mul own --steps
+            --rows 256 384 512 528 576 640 768 896 1024
 
 Long matrix products run at the clock that the power limit leaves, which depends on the numbers multiplied: weights and
 x are random, and every way is repeated for `--ms` milliseconds; the mean of the second half counts. `MHz, W` is what
 nvidia-smi saw meanwhile. `linear`: F.linear; `lt`: by cuBLASLt; `halves`: two halves of the rows one after the other;
-`addmm`: the residual as cuBLAS's C, in place; `own`: `many_rows_linear`. Of gate-up SiLU · mul is part of the time.
+`addmm`: the residual as cuBLAS's C, in place; `own`: `many_rows_linear`. Of gate-up SiLU · mul is part of the time, but
+not of `product`, F.linear alone; `silu-mul` is the kernel behind it alone.
 
 A step is all layers' norms, activations and linear layers in their order, without attention, by one of `STEPS`.
 """
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 from bladellm_kernels.many_rows_linear import launch_many_rows
-from bladellm_kernels.silu_mul import silu_mul
+from bladellm_kernels.silu_mul import silu_mul, silu_mul_reference
 from gpu_timing import machine
 from prefill_linear_step import STEPS, numbers, random_layers, step
 from sustained_load import ClockWatch, sustained
@@ -35,7 +38,8 @@ TOLERANCE = 2.0**-6
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """x [M, K]; weights [N, K]; residual [M, N]; out [M, N], half as wide where the weight is a gate-up projection."""
+    """x [M, K]; weights [N, K]; residual [M, N], which SiLU · mul alone reads; out [M, N], half as wide where gated: of
+    a gate-up projection."""
 
     x: Tensor
     weights: Sequence[Tensor]
@@ -49,8 +53,16 @@ def by_linear(problem: Problem, weight: Tensor) -> Tensor:
     return silu_mul(y) if problem.gated else y
 
 
+def by_product(problem: Problem, weight: Tensor) -> Tensor:
+    return F.linear(problem.x, weight)
+
+
+def by_silu_mul(problem: Problem, weight: Tensor) -> Tensor:
+    return silu_mul(problem.residual, out=problem.out)
+
+
 def by_halves(problem: Problem, weight: Tensor) -> Tensor:
-    y = torch.empty(len(problem.x), len(weight), device="cuda", dtype=problem.x.dtype)
+    y = torch.empty(len(problem.x), len(weight), device=weight.device, dtype=problem.x.dtype)
     for rows, result in zip(problem.x.chunk(2), y.chunk(2), strict=True):
         torch.mm(rows, weight.t(), out=result)
     return silu_mul(y) if problem.gated else y
@@ -67,24 +79,34 @@ def by_own(problem: Problem, weight: Tensor) -> Tensor:
 
 WAYS: dict[str, Callable[[Problem, Tensor], Tensor]] = {
     "linear": by_linear, "lt": by_linear, "halves": by_halves, "addmm": by_addmm, "own": by_own,
+    "product": by_product, "silu-mul": by_silu_mul,
 }  # fmt: skip
+GATED_ALONE, OTHERS_ALONE = ("product", "silu-mul"), ("addmm",)
+"""Ways of the gate-up projection alone, and of the other layers alone."""
 
 
-def problem_of(shape: str, rows: int, data: str) -> Problem:
-    outputs, inputs = SHAPES[shape]
-    weights = [numbers(data, outputs, inputs) * inputs**-0.5 for _ in range(WEIGHTS)]
-    results = outputs // (1 + (shape == GATED))
-    out = torch.full((rows, results), torch.nan, device="cuda", dtype=torch.bfloat16)
-    return Problem(numbers(data, rows, inputs), weights, numbers(data, rows, outputs), out, shape == GATED)
+def problem_of(outputs: int, inputs: int, rows: int, gated: bool, data: str, device: str = "cuda") -> Problem:
+    weights = [numbers(data, outputs, inputs, device=device) * inputs**-0.5 for _ in range(WEIGHTS)]
+    x, residual = numbers(data, rows, inputs, device=device), numbers(data, rows, outputs, device=device)
+    out = torch.full((rows, outputs // (1 + gated)), torch.nan, device=device, dtype=torch.bfloat16)
+    return Problem(x, weights, residual, out, gated)
+
+
+def applies(way: str, gated: bool) -> bool:
+    """Whether a way is one of gate-up projections, or of the other layers."""
+    return way not in (OTHERS_ALONE if gated else GATED_ALONE)
 
 
 def check(problem: Problem, way: str) -> None:
     """Rows here and there against float64. Raises AssertionError."""
-    places = torch.randperm(len(problem.x), device="cuda")[:64]
+    places = torch.randperm(len(problem.x), device=problem.x.device)[:64]
     weight, kept = problem.weights[0], problem.residual.clone()
     found = WAYS[way](problem, weight)[places].double()
     x = problem.x[places]
-    expected = linear_silu_mul_reference(x, weight) if problem.gated else linear_reference(x, weight)
+    whole = problem.gated and way != "product"
+    expected = linear_silu_mul_reference(x, weight) if whole else linear_reference(x, weight)
+    if way == "silu-mul":
+        expected = silu_mul_reference(kept[places]).double()
     if way == "addmm":
         expected += kept[places].double()
         problem.residual.copy_(kept)
@@ -94,12 +116,12 @@ def check(problem: Problem, way: str) -> None:
 
 
 def measure(shape: str, rows: int, ways: Sequence[str], args: argparse.Namespace, watch: ClockWatch) -> None:
-    problem = problem_of(shape, rows, args.data)
     outputs, inputs = SHAPES[shape]
+    problem = problem_of(outputs, inputs, rows, shape == GATED, args.data)
     flops = 2.0 * rows * outputs * inputs
     calls = max(1, round(GRAPH_MS / (flops / 700e9)))
     for way in ways:
-        if way == "addmm" and problem.gated:
+        if not applies(way, problem.gated):
             continue
         torch.backends.cuda.preferred_blas_library("cublaslt" if way == "lt" else "cublas")
         try:
@@ -110,7 +132,8 @@ def measure(shape: str, rows: int, ways: Sequence[str], args: argparse.Namespace
             print(f"| {shape} | {rows} | {way} | {str(error).splitlines()[0]} | | |", flush=True)
             continue
         seconds = found.seconds / calls
-        print(f"| {shape} | {rows} | {way} | {seconds * 1e6:.1f} | {flops / seconds / 1e12:.0f} | {found.clock} |")
+        rate = "" if way == "silu-mul" else f"{flops / seconds / 1e12:.0f}"
+        print(f"| {shape} | {rows} | {way} | {seconds * 1e6:.1f} | {rate} | {found.clock} |", flush=True)
     torch.backends.cuda.preferred_blas_library("cublas")
 
 

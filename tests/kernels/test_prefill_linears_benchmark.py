@@ -24,12 +24,31 @@ def by_definition(layers) -> torch.Tensor:
     return normed(stream)
 
 
+def launch(x, weight, out, parts) -> None:
+    """In the kernel's place."""
+    out.copy_((linear_silu_mul_reference if parts == 2 else linear_reference)(x, weight))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_ways_are_checked_before_they_are_timed(gated, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import prefill_linears as module
+
+    monkeypatch.setattr(module, "launch_many_rows", launch)
+    problem = module.problem_of(56, 40, 77, gated, "random", device="cpu")
+    ways = [way for way in module.WAYS if module.applies(way, gated)]
+    assert len(ways) == len(module.WAYS) - (1 if gated else 2)
+    for way in ways:
+        module.check(problem, way)
+        right = module.WAYS[way]
+        monkeypatch.setitem(module.WAYS, way, lambda *of, right=right: 1.1 * right(*of) + 0.1)
+        with pytest.raises(AssertionError, match=way):
+            module.check(problem, way)
+
+
 def test_every_way_computes_the_step(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import prefill_linear_step as module
-
-    def launch(x, weight, out, parts):
-        out.copy_((linear_silu_mul_reference if parts == 2 else linear_reference)(x, weight))
 
     monkeypatch.setattr(module, "launch_many_rows", launch)
     layers = module.random_layers(3, 21, SHAPES, "random", device="cpu")
