@@ -3,7 +3,7 @@
 import torch
 
 from bladellm_kernels.early_launch import early_launch
-from bladellm_kernels.linear_hopper import described, takes
+from bladellm_kernels.linear_hopper import described, fits, takes
 from bladellm_kernels.many_rows_hopper import GROUPS, ROWS, STORED, ManyRowsTile, many_rows_kernel
 from bladellm_kernels.multiprocessors import multiprocessors
 
@@ -13,9 +13,9 @@ BAND = 16
 """Tiles of rows: x of a band and as many bytes of the weight are what the programs of an H200 read at a time."""
 
 
-def many_rows_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel can read them: see `linear_hopper.takes`; and whether rows are worth whole tiles."""
-    return len(x) > 0 and takes(x, weight)
+def many_rows_fits(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the kernel can read and write them: `linear_hopper.takes`, and rows of out at whole 16 bytes too."""
+    return takes(x, weight) and fits(out)
 
 
 def launch_many_rows(
@@ -23,8 +23,7 @@ def launch_many_rows(
 ) -> None:
     """`out = x · weightᵀ`, or with parts = 2 silu(gate) · up of its two halves, summed in float32.
 
-    x: [M, K]; weight: [parts · N, K]; out: [M, N]; half precision, of one type, `many_rows_fits`, rows of out at whole
-    16 bytes.
+    x: [M, K]; weight: [parts · N, K]; out: [M, N]; half precision, of one type, `many_rows_fits`.
     """
     tile = ManyRowsTile(COLUMNS, INPUTS, stages, parts, band)
     rows, outputs = out.shape

@@ -2,10 +2,13 @@
 
 import random
 import re
+from unittest import mock
 
 import pytest
 import torch
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
+from bladellm_kernels.linear_schedules import MANY_ROWS
+from bladellm_kernels.silu_mul import silu_mul_reference
 
 from tests.kernels.conditions import assert_close
 from tests.kernels.hopper import compiled_launches, spilled
@@ -74,6 +77,85 @@ def test_compiled_for_a_hopper(parts, monkeypatch):
     assert text.count("griddepcontrol.wait") == 1
     assert len(re.findall(r"wgmma\.mma_async\S+m64n256k16", text)) == 2 * module.INPUTS // 16
     assert text.count("wgmma.wait_group.sync.aligned 1") == 2
+
+
+class OnHopper(torch.Tensor):
+    """A matrix on a CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        ("as they are", True),
+        ("float16", True),
+        ("float32", False),
+        ("too few rows", False),
+        ("x from an odd place on", False),
+        ("outputs of odd strides", False),
+        ("into wider rows", True),
+        ("into rows of odd strides", False),
+        ("on another GPU", False),
+    ],
+)
+def test_the_gate_of_many_rows_takes_the_kernel(case, taken, monkeypatch):
+    """Or cuBLAS, where the copy engine cannot read or write the matrices."""
+    from bladellm_kernels import linear, many_rows_linear
+
+    launched = []
+
+    def launch(x, weight, out, parts):
+        launched.append(parts)
+        out.copy_(linear_silu_mul_reference(x, weight))
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 if "another" in case else 9, 0))
+    monkeypatch.setattr(many_rows_linear, "launch_many_rows", launch)
+    monkeypatch.setattr(linear, "silu_mul", lambda y, out: out.copy_(silu_mul_reference(y)))
+    dtype = getattr(torch, case, torch.bfloat16)
+    outputs = 12 if "outputs" in case else 16
+    x = torch.randn(MANY_ROWS - ("few" in case), 40).to(dtype)
+    x = x[:, 1:33] if "place" in case else x[:, :32]
+    weight = (torch.randn(2 * outputs, 32) / 32**0.5).to(dtype)
+    out = None
+    if "into" in case:
+        out = torch.empty(len(x), outputs + (8 if "wider" in case else 1), dtype=dtype)[:, :outputs]
+    found = linear.linear_silu_mul(x.as_subclass(OnHopper), weight.as_subclass(OnHopper), out)
+    assert launched == ([2] if taken else [])
+    assert out is None or found is out
+    assert_close(found.as_subclass(torch.Tensor), linear_silu_mul_reference(x, weight).float(), dtype)
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+def test_the_gate_of_many_rows_on_a_gpu(monkeypatch):
+    from bladellm_kernels import many_rows_linear
+    from bladellm_kernels.linear import linear_silu_mul
+
+    for rows in (MANY_ROWS - 1, MANY_ROWS, 2 * MANY_ROWS + 77):
+        x, weight, _ = problem(rows, 1416, 520, 2, "cuda")
+        with mock.patch.object(many_rows_linear, "launch_many_rows", wraps=many_rows_linear.launch_many_rows) as launch:
+            found = linear_silu_mul(x, weight)
+        assert launch.call_count == (rows >= MANY_ROWS)
+        assert_close(found, linear_silu_mul_reference(x, weight).float(), torch.bfloat16)
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+def test_replays_read_what_is_there_then():
+    """A captured launch, its inputs written anew: nothing of the host's is needed."""
+    from bladellm_kernels.linear import linear_silu_mul
+
+    x, weight, _ = problem(MANY_ROWS + 3, 264, 136, 2, "cuda")
+    linear_silu_mul(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linear_silu_mul(x, weight)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        found.fill_(torch.nan)
+        graph.replay()
+        assert_close(found, linear_silu_mul_reference(x, weight).float(), torch.bfloat16)
 
 
 @ON_HOPPER

@@ -1,4 +1,6 @@
-"""Layers whose linears add to the residual stream themselves, as on a GPU for many tokens, against transformers."""
+"""Linear layers with what follows them in one operator, as on a GPU for many tokens, against transformers."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,21 @@ def test_logits_are_those_of_transformers(case, tmp_path, monkeypatch):
     biased = "biased" in case
     layers = sequences.model.spec.layers
     assert adds == ([] if biased else [rows for rows in (23, 14, 1) for _ in range(2 * layers)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gates_are_part_of_layers_of_many_rows(case, tmp_path, monkeypatch):
+    """Of chunks of 21 and 11 tokens those of the first; a bias comes before the gate, and is left to another kernel."""
+    family, options = CASES[case]
+    reference = save_tiny(tmp_path, family, **options)
+    monkeypatch.setattr(linear, "MANY_ROWS", 21)
+    prompt = random_prompt(32)
+    sequences = Sequences(load_tiny(tmp_path, "cpu"))
+    with mock.patch.object(linear, "linear_silu_mul", wraps=linear.linear_silu_mul) as gated:
+        found = torch.cat([sequences.step([(0, part)])[0] for part in (prompt[:21], prompt[21:])])
+    expected = reference_logits(reference, prompt)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert gated.call_count == (0 if "biased" in case else sequences.model.spec.layers)
 
 
 @pytest.mark.parametrize("many", [False, True])
