@@ -31,6 +31,11 @@ class Layers:
     stream: Tensor
     attended: Tensor
 
+    def of_rows(self, rows: int) -> "Layers":
+        """The same for the first rows alone."""
+        first = (each[:rows] for each in (self.x, self.stream, self.attended))
+        return Layers(self.weights, self.norm, *first)
+
 
 def numbers(data: str, *shape: int, device: str = "cuda") -> Tensor:
     """data: zeros or random."""

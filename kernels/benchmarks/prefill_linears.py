@@ -2,8 +2,7 @@
 
     python kernels/benchmarks/prefill_linears.py [--rows 1024 8192] [--shapes qkv o gate-up down]
             [--ways linear halves own ...] [--steps now residual ...] [--data zeros]
-    python kernels/benchmarks/prefill_linears.py --shapes gate-up --ways linear product silu-mul own --steps
-            --rows 256 384 512 528 576 640 768 896 1024
+            [--step_rows 512 8192]
 
 Long matrix products run at the clock that the power limit leaves, which depends on the numbers multiplied: weights and
 x are random, and every way is repeated for `--ms` milliseconds; the mean of the second half counts. `MHz, W` is what
@@ -139,14 +138,16 @@ def measure(shape: str, rows: int, ways: Sequence[str], args: argparse.Namespace
 
 def compare_steps(ways: Sequence[str], args: argparse.Namespace, watch: ClockWatch) -> None:
     """Each way in turn, `--rounds` times: the machine warms up meanwhile."""
-    layers = random_layers(args.layers, max(args.rows), SHAPES, args.data)
-    flops = 2.0 * max(args.rows) * args.layers * sum(outputs * inputs for outputs, inputs in SHAPES.values())
-    print(f"\n| step of {max(args.rows)}, {args.layers} layers | ms | TFLOP/s | MHz, W |\n|{' --- |' * 4}", flush=True)
-    for _ in range(args.rounds):
-        for way in ways:
+    counts = args.step_rows or [max(args.rows)]
+    whole = random_layers(args.layers, max(counts), SHAPES, args.data)
+    numbers_of_row = args.layers * sum(outputs * inputs for outputs, inputs in SHAPES.values())
+    print(f"\n| rows of a step, {args.layers} layers | way | ms | TFLOP/s | MHz, W |\n|{' --- |' * 5}", flush=True)
+    for rows in counts:
+        layers = whole.of_rows(rows)
+        for way in [*ways] * args.rounds:
             found = sustained([partial(step, layers, way)], 2 * args.ms, watch)
-            rate = flops / found.seconds / 1e12
-            print(f"| {way} | {found.seconds * 1e3:.2f} | {rate:.0f} | {found.clock} |", flush=True)
+            rate = 2.0 * rows * numbers_of_row / found.seconds / 1e12
+            print(f"| {rows} | {way} | {found.seconds * 1e3:.2f} | {rate:.0f} | {found.clock} |", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -154,7 +155,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="*", type=int, default=[1024, 2048, 4096, 8192])
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS), help="of the most rows")
+    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--step_rows", nargs="*", type=int, default=[], help="of steps; the most of --rows without")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2, help="of all steps")
     parser.add_argument("--ms", type=float, default=200.0, help="of each way; twice as long for a step")
