@@ -8,10 +8,14 @@ import torch
 
 from bladellm_runtime.engine.upload import upload
 from bladellm_runtime.kv.arena import KvArena
-from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow
+from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow, WantedTokens
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+WANTED_SHARE = 2
+"""Of a step's tokens at most one in so many is wanted where its last layer is computed for those alone: it costs a plan
+of decode attention and two gathers, and saves the other tokens' attention, output projection and MLP."""
 
 
 @dataclass(slots=True)
@@ -43,12 +47,21 @@ class PromptScore:
 
 
 @dataclass(slots=True)
+class SequenceEnds:
+    """Of the sequences in a step's sampling rows, int64 [R] each, as in `WantedTokens`."""
+
+    base_rows: IntArray
+    slots: IntArray
+    kv_lens: IntArray
+
+
+@dataclass(slots=True)
 class FlatPlan:
     """A plan as int64 arrays: T query tokens, the `num_decode` decode rows first, then the chunks.
 
     decode_slots, decode_base_rows, decode_kv_lens: [num_decode]. prompt_ids: [T - num_decode]. positions, kv_rows and,
     where layers have a table, granule_rows: [T]. logit_tokens: the last token of each of `sampling_rows`, which are
-    plan rows, then the tokens of `scores`; no token twice.
+    plan rows, then the tokens of `scores`; no token twice. sampled: of the sequences of the sampling rows.
     """
 
     num_decode: int
@@ -63,10 +76,21 @@ class FlatPlan:
     prefills: list[PrefillRow]
     sampling_rows: list[int]
     scores: list[PromptScore]
+    sampled: SequenceEnds
 
     @property
     def tokens(self) -> int:
         return len(self.positions)
+
+    @property
+    def wants_few(self) -> bool:
+        """Whether the last layer is worth computing for `logit_tokens` alone: with chunks, of which none is scored."""
+        return bool(self.prefills) and not self.scores and are_few(len(self.sampling_rows), self.tokens)
+
+
+def are_few(wanted: int, tokens: int) -> bool:
+    """Whether so many wanted tokens are worth a last layer of their own."""
+    return WANTED_SHARE * wanted <= tokens
 
 
 @dataclass(slots=True)
@@ -93,6 +117,7 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
     count = plan.num_decode
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
     sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
+    kv_lens = starts + query_lens
     return FlatPlan(
         num_decode=count,
         decode_slots=slots[:count],
@@ -106,6 +131,7 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
         prefills=prefills,
         sampling_rows=sampling_rows,
         scores=scores,
+        sampled=SequenceEnds(base_rows[sampling_rows], slots[sampling_rows], kv_lens[sampling_rows]),
     )
 
 
@@ -122,10 +148,16 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         np.empty(0, dtype=np.int64) if flat.granule_rows is None else flat.granule_rows,
     ]
     sections += [score.targets for score in flat.scores]
+    if flat.wants_few:
+        sections += [flat.sampled.base_rows, flat.sampled.slots, flat.sampled.kv_lens]
     sent, pinned = upload(sections, last_token.device)
     decode_slots, prompts, *rest = sent[:7]
-    for score, targets in zip(flat.scores, sent[8:], strict=True):
+    for score, targets in zip(flat.scores, sent[8 : 8 + len(flat.scores)], strict=True):
         score.wanted = targets
+    wanted = None
+    if flat.wants_few:
+        base_rows, slots, kv_lens = sent[-3:]
+        wanted = WantedTokens(rest[4], base_rows, slots, kv_lens, int(flat.sampled.kv_lens.max(initial=0)))
     batch = ForwardBatch(
         input_ids=torch.cat([last_token[decode_slots], prompts]),
         positions=rest[0],
@@ -139,6 +171,7 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         prefills=flat.prefills,
         logit_tokens=rest[4],
         kv=arena,
+        wanted=wanted,
     )
     return StepInputs(batch, pinned)
 

@@ -64,6 +64,16 @@ def write_record(path: Path, kernels: Iterable[Description]) -> None:
 
 def describe(src: Any, metadata: dict[str, Any]) -> Description | None:
     """The description of what triton's compilation listener is told of; None for what JSON cannot say."""
+    tried = (_describe(src, metadata | {"num_warps": warps}) for warps in _warps_asked_for(metadata["num_warps"]))
+    return next((described for described in tried if described is not None), None)
+
+
+def _warps_asked_for(warps: int) -> list[int]:
+    """What may have become so many: a kernel of specialised warps counts those of all its partitions afterwards."""
+    return [2**power for power in reversed(range(warps.bit_length()))]
+
+
+def _describe(src: Any, metadata: dict[str, Any]) -> Description | None:
     from triton.backends.nvidia.compiler import CUDAOptions
 
     described = {

@@ -65,7 +65,7 @@ class MixedGraphs:
         self.inputs = MixedInputs(self.sizes, arena, self._heads, spec.windows, model.dtype)
         shape = (self.sizes[-1], spec.hidden_size)
         self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        """States after the final norm."""
+        """States after the final norm, of all tokens or of the sampling rows' alone."""
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
@@ -89,7 +89,8 @@ class MixedGraphs:
     def forward(self, flat: FlatPlan, size: int) -> Tensor:
         """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does."""
         self._graphs[size]()
-        return self.hidden.index_select(0, self.inputs.logit_tokens(flat, size))
+        wanted = self.inputs.logit_tokens(flat, size)
+        return self.hidden[: len(flat.sampling_rows)] if wanted is None else self.hidden.index_select(0, wanted)
 
     def _cost(self, chunks: Sequence[PrefillRow]) -> float:
         """µs of prefill attention in a layer."""
@@ -103,7 +104,8 @@ class MixedGraphs:
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token)
             batch.workspace, batch.rotation = self._workspace, self._rotation
-            self.hidden[:size].copy_(self._model.forward(batch))
+            hidden = self._model.forward(batch)
+            self.hidden[: len(hidden)].copy_(hidden)
 
         return capture(forward)
 

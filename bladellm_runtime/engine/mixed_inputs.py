@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bladellm_runtime.engine.host_ring import HostRing
-from bladellm_runtime.engine.inputs import FlatPlan
+from bladellm_runtime.engine.inputs import FlatPlan, are_few
 from bladellm_runtime.kv.arena import KvArena
-from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 
 CHUNK_TOKENS, LEAST_CHUNKS = 64, 4
 """Work lists have room for tiles of a chunk for each so many tokens, of `LEAST_CHUNKS` at least."""
@@ -39,12 +39,17 @@ class TokenArrays(NamedTuple, Generic[Array]):
 
 class RowArrays(NamedTuple, Generic[Array]):
     """[R] each, R sequences at most decode. slots: where the token comes from; in padding, a slot nobody has.
-    base_rows, kv_lens, table_slots: what decode attention reads; a kv_len of 0 in padding, which reads nothing."""
+    base_rows, kv_lens, table_slots: what decode attention reads; a kv_len of 0 in padding, which reads nothing. wanted
+    and what follows: of the sampling rows, the fields of `WantedTokens`, padded likewise with the first token."""
 
     slots: Array
     base_rows: Array
     kv_lens: Array
     table_slots: Array
+    wanted: Array
+    wanted_base_rows: Array
+    wanted_slots: Array
+    wanted_kv_lens: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class Layout:
     rows: int
     list: ListShape
     windows: tuple[int | None, ...]
+
+    @property
+    def wants_few(self) -> bool:
+        """Whether the last layer is computed for the wanted tokens alone."""
+        return are_few(self.rows, self.tokens)
 
     @property
     def token_numbers(self) -> int:
@@ -105,7 +115,8 @@ class MixedInputs:
         """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""
         layout = self._layouts[size]
         tokens, rows, lists = layout.split(self._static[: layout.numbers])
-        first = tokens.prompt_ids[: layout.rows]
+        first, longest = tokens.prompt_ids[: layout.rows], self._arena.spec.max_tokens
+        wanted = WantedTokens(rows.wanted, rows.wanted_base_rows, rows.wanted_slots, rows.wanted_kv_lens, longest)
         decoded = torch.where(first < 0, last_token.index_select(0, rows.slots), first)
         return ForwardBatch(
             input_ids=torch.cat([decoded, tokens.prompt_ids[layout.rows :]]),
@@ -116,19 +127,24 @@ class MixedInputs:
             decode_base_rows=rows.base_rows,
             decode_slots=rows.table_slots,
             decode_kv_lens=rows.kv_lens,
-            max_decode_kv_len=self._arena.spec.max_tokens,
+            max_decode_kv_len=longest,
             prefills=[],
             logit_tokens=None,
             kv=self._arena,
+            wanted=wanted if layout.wants_few else None,
             prefill_lists={window: list_views(numbers, layout.list) for window, numbers in lists.items()},
         )
 
     def send(self, flat: FlatPlan | None, size: int) -> bool:
         """Queue the upload of a plan, padded to `size` tokens; without a plan all of it is padding.
 
-        False, with nothing queued, where a work list has no room for the chunks. Never waits for the device.
+        False, with nothing queued, where a work list has no room for the chunks, or tokens are scored and the last
+        layer is not computed for all. Never waits for the device.
         """
-        layout, buffer = self._layouts[size], self._host.next()
+        layout = self._layouts[size]
+        if flat is not None and flat.scores and layout.wants_few:
+            return False
+        buffer = self._host.next()
         host = buffer.array[: layout.numbers]
         tokens, rows, lists = layout.split(host)
         prefills = [] if flat is None else flat.prefills
@@ -142,9 +158,12 @@ class MixedInputs:
         buffer.mark()
         return True
 
-    def logit_tokens(self, flat: FlatPlan, size: int) -> Tensor:
-        """Of the plan sent last, on the device; its scores get their targets."""
+    def logit_tokens(self, flat: FlatPlan, size: int) -> Tensor | None:
+        """Of the plan sent last, on the device, None where the graph computes those alone, first of all; its scores get
+        their targets."""
         layout = self._layouts[size]
+        if layout.wants_few:
+            return None
         tokens, _, _ = layout.split(self._static[: layout.numbers])
         first = len(flat.sampling_rows)
         for score in flat.scores:
@@ -155,8 +174,9 @@ class MixedInputs:
     def _pad(self, tokens: TokenArrays[Ints], rows: RowArrays[Ints]) -> None:
         for array, value in zip(tokens, (0, 0, -1, -1, 0, 0), strict=True):
             array[:] = value
-        for array, value in zip(rows, (self._arena.spec.num_slots, 0, 0, 0), strict=True):
-            array[:] = value
+        rows.slots[:] = self._arena.spec.num_slots
+        for array in rows[1:]:
+            array[:] = 0
 
 
 def _fill(tokens: TokenArrays[Ints], rows: RowArrays[Ints], flat: FlatPlan) -> None:
@@ -173,3 +193,8 @@ def _fill(tokens: TokenArrays[Ints], rows: RowArrays[Ints], flat: FlatPlan) -> N
     rows.slots[:decode] = rows.table_slots[:decode] = flat.decode_slots
     rows.base_rows[:decode] = flat.decode_base_rows
     rows.kv_lens[:decode] = flat.decode_kv_lens
+    count = len(flat.sampling_rows)
+    rows.wanted[:count] = flat.logit_tokens[:count]
+    rows.wanted_base_rows[:count] = flat.sampled.base_rows
+    rows.wanted_slots[:count] = flat.sampled.slots
+    rows.wanted_kv_lens[:count] = flat.sampled.kv_lens

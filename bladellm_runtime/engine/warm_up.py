@@ -40,14 +40,18 @@ def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool) -> Non
 
 
 def thorough_groups(limits: SchedulerLimits) -> list[Group]:
-    """Prompts of every kind of length alone, some of two chunks, and all ways of sampling alone and side by side."""
+    """Prompts of every kind of length alone, some of two chunks, as many as a step has room for, and all ways of
+    sampling alone and side by side."""
     chunk = min(limits.prefill_chunk_tokens, limits.max_batch_tokens)
     lengths = sorted({*LENGTHS, chunk, chunk + 21, chunk + 600})
+    longest = max(1, min(chunk, limits.max_model_len - ANSWER - 1))
+    full = [(longest, GREEDY)] * (limits.max_batch_tokens // longest)
     return [
         *([(length, GREEDY)] for length in lengths),
         *([(5, way)] for way in WAYS),
         [(5 + index, way) for index, way in enumerate((GREEDY, *WAYS))],
         [(length, GREEDY) for length in (chunk + 21, 40, 3, 1)],
+        *([full] if len(full) > 1 else []),
     ]
 
 

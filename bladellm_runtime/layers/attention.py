@@ -10,10 +10,10 @@ from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
 from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 
-from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
-from bladellm_runtime.layers.residual import Stream
+from bladellm_runtime.layers.residual import NormedStream, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,35 @@ class Attention:
         kv = batch.kv.layer(self.layer)
         q = self._store(stream.linear(self.qkv), kv, batch, cos, sin)
         return stream.add(self.output, self._attend(q, kv, batch).flatten(1), norm)
+
+    def of_wanted(
+        self,
+        stream: NormedStream,
+        wanted: WantedTokens,
+        batch: ForwardBatch,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norm: RmsNorm,
+    ) -> NormedStream:
+        """The same for the wanted tokens alone, [R, hidden]; K and V of all tokens are written."""
+        kv = batch.kv.layer(self.layer)
+        q = self._store(stream.linear(self.qkv), kv, batch, cos, sin)
+        kept = stream.select(wanted.tokens)
+        if not len(wanted.tokens):
+            return kept
+        window = self.shape.window
+        attended = ragged_decode_attention(
+            q.index_select(0, wanted.tokens),
+            kv,
+            wanted.base_rows,
+            wanted.slots,
+            wanted.kv_lens,
+            wanted.max_kv_len,
+            self.shape.scale,
+            window,
+            work=None if batch.workspace is None else batch.workspace.plan(wanted.kv_lens, window, 1),
+        )
+        return kept.add(self.output, attended.flatten(1), norm)
 
     def _store(
         self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor

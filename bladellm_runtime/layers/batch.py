@@ -23,6 +23,21 @@ class PrefillRow:
 
 
 @dataclass(slots=True)
+class WantedTokens:
+    """The R tokens of a step whose hidden states are wanted, each the newest of its sequence.
+
+    tokens: their places in the flat batch; base_rows, slots: of their sequences; kv_lens: of those, after the write;
+    all int64 [R]. max_kv_len: an upper bound of those, known to the CPU.
+    """
+
+    tokens: torch.Tensor
+    base_rows: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    max_kv_len: int
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T query tokens of one step, flat, the `num_decode` decode rows first (one token each).
 
@@ -34,7 +49,8 @@ class ForwardBatch:
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
     decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode: decode
-    attention leaves room for the layer behind, see `DecodeWorkspace.plan`.
+    attention leaves room for the layer behind, see `DecodeWorkspace.plan`. wanted: those of `logit_tokens`, where they
+    are few: the last layer then attends, and has its MLP, for them alone.
     """
 
     input_ids: torch.Tensor
@@ -54,6 +70,7 @@ class ForwardBatch:
     planned: PlannedCalls | None = None
     prefill_lists: dict[int | None, PrefillTiles] | None = None
     light_decode: bool = False
+    wanted: WantedTokens | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
 
     def decode_work(self, window: int | None) -> DecodeWork | None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.linear import linear
+from bladellm_kernels.linear import linear, linear_silu_mul
+from bladellm_kernels.linear_schedules import MANY_ROWS, MAX_ROWS
 from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
 from bladellm_kernels.silu_mul import silu_mul
 
@@ -14,8 +15,8 @@ from bladellm_kernels.silu_mul import silu_mul
 class LinearLayer(ABC):
     """What a decoder needs of a linear layer, however its weight is stored.
 
-    Besides the layer alone there are three compounds with the operators around it, which all layers can compute, and
-    some by one kernel each. `bytes`: of everything it holds on its device.
+    Besides the layer alone there are compounds with the operators around it, which all layers can compute, and some by
+    one kernel each: of many rows with what follows, of few rows with norms. `bytes`: of all it holds on its device.
     """
 
     bytes: int
@@ -24,8 +25,16 @@ class LinearLayer(ABC):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
 
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) · up` of the layer of x [T, in] -> [T, out / 2]; the gate's outputs first."""
+        return silu_mul(self(x))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        """Add the layer of x [T, in] to residual [T, out], in place, where that saves a kernel. Whether it did."""
+        return False
+
     def fuses(self, rows: int, gated: bool = False) -> bool:
-        """Whether the compounds of so many rows of x are kernels, `gated` with `normed_silu_mul` in place of others."""
+        """Whether the compounds with norms are kernels for so many rows, `gated`: `normed_silu_mul`, not the others."""
         return False
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,6 +65,18 @@ class Linear(LinearLayer):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None or len(x) < MANY_ROWS:
+            return super().silu_mul(x)
+        return linear_silu_mul(x, self.weight)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        # cuBLAS takes no bias beside the residual.
+        if self.bias is not None or not by_cublas(x):
+            return False
+        linear(x, self.weight, out=residual, residual=residual)
+        return True
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # In float16 x · weight can be out of range before the division of the norm.
@@ -88,3 +109,8 @@ class StackedLinear(LinearLayer):
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.cat([piece(x) for piece in self.pieces], dim=1, out=out)
+
+
+def by_cublas(x: torch.Tensor) -> bool:
+    """Whether a linear layer of x [T, in] is left to cuBLAS for its number of rows."""
+    return x.is_cuda and len(x) > MAX_ROWS

@@ -5,7 +5,6 @@ from typing import Protocol, Self, TypeVar
 
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.silu_mul import silu_mul
 
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
@@ -46,10 +45,16 @@ class NormedStream:
         return layer(self.normed)
 
     def silu_mul(self, gate_up: LinearLayer) -> torch.Tensor:
-        return silu_mul(gate_up(self.normed))
+        return gate_up.silu_mul(self.normed)
 
     def add(self, layer: LinearLayer, y: torch.Tensor, norm: RmsNorm) -> Self:
+        if layer.add_to(self.total, y):
+            return type(self)(*norm.add(self.total, None))
         return type(self)(*norm.add(layer(y), self.total))
+
+    def select(self, tokens: torch.Tensor) -> Self:
+        """A new stream of these tokens alone, int64 [R]."""
+        return type(self)(self.normed.index_select(0, tokens), self.total.index_select(0, tokens))
 
 
 @dataclass(frozen=True, slots=True)

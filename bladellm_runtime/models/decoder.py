@@ -1,6 +1,6 @@
 """The one decoder class: a pre-norm transformer with grouped-query attention and a gated MLP, as its spec describes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.widen import widen
 
 from bladellm_runtime.layers.attention import Attention, AttentionShape
-from bladellm_runtime.layers.batch import ForwardBatch
+from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.mlp import GatedMlp
@@ -62,6 +62,19 @@ class DecoderLayer:
         stream = self.attention(stream, batch, cos, sin, self.mlp_norm)
         return self.mlp(stream, next_norm)
 
+    def of_wanted(
+        self,
+        stream: NormedStream,
+        wanted: WantedTokens,
+        batch: ForwardBatch,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        next_norm: RmsNorm,
+    ) -> NormedStream:
+        """The same for the wanted tokens alone, [R, hidden]: of the last layer nobody reads the others."""
+        stream = self.attention.of_wanted(stream, wanted, batch, cos, sin, self.mlp_norm)
+        return self.mlp(stream, next_norm) if len(wanted.tokens) else stream
+
     def fuses(self, rows: int) -> bool:
         """Whether all linear layers fuse with the operators around them, of so many tokens."""
         others = (self.attention.qkv, self.attention.output, self.mlp.down)
@@ -89,7 +102,12 @@ class Decoder:
 
         Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden].
         """
-        return self._run(NormedStream, batch, self.norm.of(batch.logit_tokens)).normed
+        tables = self.rotary(batch.positions)
+        if batch.wanted is None:
+            return self._run(NormedStream, self.layers, batch, tables, self.norm.of(batch.logit_tokens)).normed
+        *others, last = self.layers
+        stream = self._run(NormedStream, others, batch, tables, last.input_norm)
+        return last.of_wanted(stream, batch.wanted, batch, *tables, self.norm).normed
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,9 +120,10 @@ class Decoder:
 
         Returns the logits of all its rows, [T, vocab], as `logits` does.
         """
+        tables = self.rotary(batch.positions)
         if self.fuses(len(batch.input_ids)):
-            return _logits(self.head.normed, self._run(FusedStream, batch, self.norm).norm, out)
-        return _logits(self.head, self._run(NormedStream, batch, self.norm).normed, out)
+            return _logits(self.head.normed, self._run(FusedStream, self.layers, batch, tables, self.norm).norm, out)
+        return _logits(self.head, self._run(NormedStream, self.layers, batch, tables, self.norm).normed, out)
 
     def fuses(self, rows: int) -> bool:
         """Whether a decode step of so many rows takes the fused operators: where all linear layers have them."""
@@ -112,14 +131,19 @@ class Decoder:
             self._fusing[rows] = self.head.fuses(rows) and all(layer.fuses(rows) for layer in self.layers)
         return self._fusing[rows]
 
-    def _run(self, kind: type[Stream], batch: ForwardBatch, final_norm: RmsNorm) -> Stream:
-        """The residual stream behind the last layer, normalised by `final_norm`."""
-        x = self.embedding(batch.input_ids)
-        cos, sin = self.rotary(batch.positions)
-        norms = [*(layer.input_norm for layer in self.layers), final_norm]
-        stream = kind.start(x, norms[0])
-        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
-            stream = layer(stream, batch, cos, sin, next_norm)
+    def _run(
+        self,
+        kind: type[Stream],
+        layers: Sequence[DecoderLayer],
+        batch: ForwardBatch,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        next_norm: RmsNorm,
+    ) -> Stream:
+        """The residual stream behind the first layers, normalised by `next_norm`. tables: cos and sin."""
+        norms = [*(layer.input_norm for layer in layers), next_norm]
+        stream = kind.start(self.embedding(batch.input_ids), norms[0])
+        for layer, norm in zip(layers, norms[1:], strict=True):
+            stream = layer(stream, batch, *tables, norm)
         return stream
 
 

@@ -1,4 +1,5 @@
-"""Linear layers of 16-bit weights: kernels of our own where x has few rows, cuBLAS for the others.
+"""Linear layers of 16-bit weights: kernels of our own where x has few rows, cuBLAS for the others, but where a gate
+follows a kernel of our own for many rows, too.
 
 A layer of few rows is bound by reading its weight. The kernels read it at the speed of the memory, start to read it
 before the kernel in front of them has ended, and add the layer's residual or apply its gate without a kernel more.
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bladellm_kernels.linear_schedules import MAX_ROWS, Schedule, ScheduleTable, load_table
+from bladellm_kernels.linear_schedules import MANY_ROWS, MAX_ROWS, Schedule, ScheduleTable, load_table
 from bladellm_kernels.silu_mul import silu_mul
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -68,8 +69,11 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
     schedule = schedule_for(x, weight, gated=True)
     if schedule is not None:
         return _launch(schedule, x, weight, None, out, None, 2)
-    y = silu_mul(linear(x, weight))
-    return y if out is None else out.copy_(y)
+    if out is None:
+        out = x.new_empty(len(x), len(weight) // 2)
+    if not _by_many_rows(x, weight, out):
+        silu_mul(linear(x, weight), out=out)
+    return out
 
 
 def linear_reference(
@@ -99,6 +103,18 @@ def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> 
         return None
     table = _given_table or measured_table(x.device)
     return table.choose(rows, len(weight) // (1 + gated), inputs, gated)
+
+
+def _by_many_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """Write silu(gate) · up to out by the kernel of many rows, where x has them and it can. Whether it did."""
+    if not x.is_cuda or len(x) < MANY_ROWS:
+        return False
+    from bladellm_kernels.many_rows_linear import launch_many_rows, many_rows_fits
+
+    if not many_rows_fits(x, weight, out):
+        return False
+    launch_many_rows(x, weight, out, 2)
+    return True
 
 
 def _fits(matrix: torch.Tensor) -> bool:
@@ -135,6 +151,9 @@ def _by_torch(
     if out is not None and residual is None:
         turned = weight.t()
         return torch.mm(x, turned, out=out) if bias is None else torch.addmm(bias, x, turned, out=out)
+    if residual is not None and bias is None:
+        # cuBLAS adds in float32 and rounds once; in place where out is the residual.
+        return torch.addmm(residual, x, weight.t(), out=out)
     y = F.linear(x, weight, bias)
     y = y if residual is None else y.add_(residual)
     return y if out is None else out.copy_(y)

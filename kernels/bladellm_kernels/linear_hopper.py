@@ -252,10 +252,11 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a launch can do it: half precision on a Hopper, rows of both in and at whole 16 bytes."""
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    return x.dtype in (torch.float16, torch.bfloat16) and x.shape[1] % 8 == 0 and _fits(x) and _fits(weight)
+    return x.dtype in (torch.float16, torch.bfloat16) and x.shape[1] % 8 == 0 and fits(x) and fits(weight)
 
 
-def _fits(matrix: torch.Tensor) -> bool:
+def fits(matrix: torch.Tensor) -> bool:
+    """Whether the copy engine can have it: rows of some numbers at whole 16 bytes."""
     aligned = matrix.data_ptr() % 16 == 0 and (len(matrix) == 1 or matrix.stride(0) % 8 == 0)
     return aligned and matrix.numel() > 0 and matrix.stride(1) == 1
 

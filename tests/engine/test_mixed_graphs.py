@@ -95,19 +95,33 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
         last_token[:] = torch.randint(97, (7,))
         last_token[decodes] = torch.tensor([row[0] for row in rows[: len(decodes)]], dtype=torch.int64)
         plan = StepPlan(step, [], slots=slots, starts=starts, query_lens=lengths, num_decode=len(decodes))
-        plan.samples = [True] * len(slots)
+        plan.samples = [True] * len(decodes) + random.choices((True, False), k=len(chunks))
+        wanted = [row[-1] for row, samples in zip(expected, plan.samples, strict=True) if samples]
         before = captured.arena.rows.clone()
         found, size = run_poisoned(graphs, flatten(plan, tokens, captured.arena))
         used.add(size)
-        torch.testing.assert_close(
-            model.logits(found), torch.stack([row[-1] for row in expected]), atol=1e-4, rtol=1e-4
-        )
+        logits = torch.stack(wanted) if wanted else torch.empty(0, 97)
+        torch.testing.assert_close(model.logits(found), logits, atol=1e-4, rtol=1e-4)
         for slot, start, end in zip(slots, starts, ends, strict=True):
             base = captured.arena.base_row(slot)
             before[base + start : base + end] = captured.arena.rows[base + start : base + end]
             captured.lengths[slot] = end
         assert torch.equal(captured.arena.rows.view(torch.int32), before.view(torch.int32))
     assert len(used) > 1
+
+
+@pytest.mark.parametrize(("size", "scored", "sent"), [(8, True, True), (40, True, False), (40, False, True)])
+def test_scored_tokens_are_not_left_out(tmp_path: Path, size, scored, sent):
+    """Of 6 slots at most 6 tokens of 40 are wanted: that graph's last layer gives no others, unlike that of 8."""
+    save_tiny(tmp_path, "llama")
+    sequences = Sequences(load_tiny(tmp_path), slots=6)
+    graphs = MixedGraphs([size], sequences.model, sequences.arena, torch.zeros(7, dtype=torch.int64), None, None)
+    assert graphs.capture_all(Again())
+    params = SamplingParams(prompt_logprobs=0 if scored else None)
+    tokens = [SlotTokens.of(SlotLoad(slot, 0, random_prompt(20), 20, params, 0)) for slot in range(6)]
+    plan = StepPlan(0, [], slots=[3], starts=[0], query_lens=[7], num_decode=0)
+    plan.samples = [True]
+    assert (graphs.send(flatten(plan, tokens, sequences.arena)) is not None) == sent
 
 
 def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:

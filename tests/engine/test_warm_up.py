@@ -53,3 +53,13 @@ def test_lengths_are_of_every_kind():
     assert any(length % 16 == 0 for length in lengths)
     assert any(length > 64 and length % 16 for length in lengths)
     assert max(lengths) > chunk
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "chunk", "length"), [(8192, 8192, 10**6), (8192, 512, 4096), (3000, 3000, 99)]
+)
+def test_one_step_is_full(batch_tokens, chunk, length):
+    """Of chunks or of short sequences: few steps afterwards have more rows than were there before ready."""
+    groups = thorough_groups(SchedulerLimits(batch_tokens, chunk, length, frozenset(), 50))
+    sums = [sum(min(prompt, chunk, length - ANSWER - 1) for prompt, _ in group) for group in groups]
+    assert max(sums) > 0.9 * batch_tokens

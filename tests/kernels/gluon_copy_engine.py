@@ -6,12 +6,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.kernels.gluon_partitions import Partitions
+
 
 @dataclass
 class Described:
     """A matrix as the engine reads it in tiles, zero outside."""
 
     data: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
 
     def tile(self, first_row: int, first_column: int, shape: torch.Size) -> torch.Tensor:
         assert first_row >= 0
@@ -21,27 +27,34 @@ class Described:
         tile[: inside.shape[0], : inside.shape[1]] = inside
         return tile
 
+    def write(self, first_row: int, first_column: int, tile: torch.Tensor) -> None:
+        """A tile, but for what is outside."""
+        inside = self.data[first_row : first_row + tile.shape[0], first_column : first_column + tile.shape[1]]
+        inside.copy_(tile[: inside.shape[0], : inside.shape[1]])
+
 
 @dataclass
 class Barrier:
-    """Of one arrival a phase, which ends when all the bytes are here that it was told to expect."""
+    """A phase ends after `count` arrivals, and when all the bytes are here that it was told to expect."""
 
+    count: int
     phase: int = 0
-    arrived: bool = False
+    arrived: int = 0
     missing: int = 0
     late: list[Callable[[], None]] = field(default_factory=list)
 
     def end_phase(self) -> None:
-        if self.arrived and self.missing == 0:
-            self.phase, self.arrived = self.phase + 1, False
+        if self.arrived == self.count and self.missing == 0:
+            self.phase, self.arrived = self.phase + 1, 0
 
-    def expect(self, size: int) -> None:
-        assert not self.arrived, "one arrival a phase"
-        self.arrived = True
+    def arrive(self, size: int = 0) -> None:
+        """One arrival that expects as many bytes."""
+        assert self.arrived < self.count, "more arrivals than a phase has"
+        self.arrived += 1
         self.missing += size
         self.end_phase()
 
-    def arrive(self, size: int) -> None:
+    def complete(self, size: int) -> None:
         self.missing -= size
         self.end_phase()
 
@@ -52,14 +65,23 @@ class CopyEngine:
     def __init__(self, late: bool) -> None:
         self.late = late
         self.barriers: dict[int, Barrier] = {}
+        self.partitions: Partitions | None = None
 
     def init(self, place, count: int) -> None:
-        assert count == 1
-        self.barriers[place.data.data_ptr()] = Barrier()
+        self.barriers[place.data.data_ptr()] = Barrier(count)
 
     def expect(self, place, size: int, pred=True) -> None:
         if pred:
-            self.barriers[place.data.data_ptr()].expect(size)
+            self.barriers[place.data.data_ptr()].arrive(size)
+            self.progress()
+
+    def arrive(self, place, count: int = 1, pred=True) -> None:
+        for _ in range(count if pred else 0):
+            self.expect(place, 0)
+
+    def progress(self) -> None:
+        if self.partitions is not None:
+            self.partitions.progress()
 
     def copy(self, described: Described, first, place, buffer, pred=True) -> None:
         if not pred:
@@ -69,7 +91,8 @@ class CopyEngine:
 
         def work() -> None:
             buffer.data.copy_(described.tile(row, column, buffer.data.shape))
-            barrier.arrive(buffer.data.numel() * buffer.data.element_size())
+            barrier.complete(buffer.data.numel() * buffer.data.element_size())
+            self.progress()
 
         if self.late:
             barrier.late.append(work)
@@ -78,14 +101,20 @@ class CopyEngine:
 
     def wait(self, place, parity) -> None:
         barrier = self.barriers[place.data.data_ptr()]
-        while barrier.late:
-            barrier.late.pop(0)()
-        assert barrier.phase % 2 != int(parity), "the phase never ends"
+
+        def ended() -> bool:
+            while barrier.late:
+                barrier.late.pop(0)()
+            return barrier.phase % 2 != int(parity)
+
+        if self.partitions is not None:
+            self.partitions.wait_until(ended)
+        assert ended(), "the phase never ends"
 
     def names(self) -> dict[str, object]:
         return {
             "tma": types.SimpleNamespace(async_copy_global_to_shared=self.copy, tensor_descriptor=None),
             "mbarrier": types.SimpleNamespace(
-                init=self.init, expect=self.expect, wait=self.wait, MBarrierLayout=lambda: None
+                init=self.init, expect=self.expect, arrive=self.arrive, wait=self.wait, MBarrierLayout=lambda: None
             ),
         }

@@ -6,15 +6,19 @@ numbers in one of the two. Shared memory is NaN at first.
 """
 
 import math
+import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from tests.kernels.gluon_copy_engine import CopyEngine
+from tests.kernels.gluon_copy_engine import CopyEngine, Described
+from tests.kernels.gluon_partitions import Partitions
 
 
 @dataclass
@@ -68,6 +72,10 @@ class Shared:
         assert 0 <= int(place) < self.shape[0]
         return Shared(self.data[int(place)])
 
+    def slice(self, first: int, length: int) -> "Shared":
+        assert first + length <= self.shape[0]
+        return Shared(self.data[first : first + length])
+
     def permute(self, order) -> "Shared":
         return Shared(self.data.permute(order))
 
@@ -107,7 +115,10 @@ class Machine:
         self.programs, self.on_wait, self.waited = programs, on_wait, False
         self.engine = CopyEngine(late_copies)
         self.assembled: list[list] = []
-        self.copies, self.products = Later(late_copies), Later(not late_copies)
+        self.copies = Later(late_copies)
+        # Of each partition, which is a thread.
+        self.products: dict[int, Later] = defaultdict(lambda: Later(not late_copies))
+        self.written: dict[int, Later] = defaultdict(lambda: Later(late_copies))
         self.group: list[Callable[[], None]] = []
         self.late_copies = late_copies
 
@@ -133,12 +144,29 @@ class Machine:
             product = left.float() @ b.data.float()
             result.copy_(acc + product if use_acc else product)
 
-        self.products.add(work)
+        self.products[threading.get_ident()].add(work)
         return result
 
     def wait_products(self, num_outstanding: int, deps) -> torch.Tensor:
-        self.products.wait(num_outstanding)
-        return deps[0].clone()
+        """A product that may still be outstanding is not copied: the next one adds to it."""
+        self.products[threading.get_ident()].wait(num_outstanding)
+        return deps[0] if num_outstanding else deps[0].clone()
+
+    def write(self, described: Described, first, buffer: Shared) -> None:
+        """A copy of shared memory that reads it when it is done."""
+        assert self.waited, "kernels before this one may still read what it writes"
+        row, column = (int(each) for each in first)
+        self.written[threading.get_ident()].add(lambda: described.write(row, column, buffer.data))
+
+    def wait_written(self, pendings: int) -> None:
+        self.written[threading.get_ident()].wait(pendings)
+
+    def specialize(self, functions: list[tuple], warps: list[int], registers: list[int]) -> None:
+        """Every function in a partition of its own, to their ends."""
+        self.engine.partitions = Partitions()
+        self.engine.partitions.run([partial(function, *arguments) for function, arguments in functions])
+        assert not any(later.work for later in self.written.values() if later.late)
+        self.engine.partitions = None
 
     def wait_for_inputs(self, early: bool) -> None:
         self.on_wait()
@@ -176,6 +204,7 @@ class Machine:
             max=lambda value, axis: value.amax(axis),
             sum=lambda value, axis: value.sum(axis),
             reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
+            split=lambda value: value.unbind(-1), warp_specialize=self.specialize,
             exp=torch.exp, rsqrt=torch.rsqrt, exp2=torch.exp2, log2=torch.log2, static_range=range,
             convert_layout=lambda value, layout: value,
             thread_barrier=lambda: None,
@@ -186,10 +215,12 @@ class Machine:
                              "DistributedLinearLayout", "SwizzledSharedLayout"), _nothing),
             NVMMASharedLayout=anything(get_default_for=_nothing),
         )  # fmt: skip
+        engine = self.engine.names()
+        engine["tma"].async_copy_shared_to_global, engine["tma"].store_wait = self.write, self.wait_written
         return {
             "gl": gl,
             "tl": gl,
-            **self.engine.names(),
+            **engine,
             "async_copy": anything(
                 async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.copies.wait
             ),

@@ -1,0 +1,239 @@
+"""The kernel of linear layers of many rows on a Hopper, SiLU · mul with them where the weight is a gate-up projection.
+
+Every multiprocessor runs one program, which takes tile after tile: one warp fetches tiles of x and of the weight into a
+ring by the copy engine (TMA), and two groups of four warps multiply 64 rows each by all of a tile's columns. While they
+write a tile's results, the ring fills for the next one. Of a gate-up projection a tile has the same outputs of both
+halves. Tiles are taken in bands of rows, whose x stays in the L2 cache while the weight passes.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
+
+GROUPS = gl.constexpr(2)
+"""Of four warps: together with the warp that fetches three groups, which may have 168 registers a thread."""
+ROWS = gl.constexpr(64)
+"""Of a tile that a group multiplies."""
+STORED = gl.constexpr(64)
+"""Columns of results that are written at once: 128 bytes."""
+
+
+class ManyRowsTile(NamedTuple):
+    """What the kernel is compiled for. columns: of the product, of both halves where parts is 2; inputs: of a stage;
+    stages: in the ring; band: tiles of rows that are taken together."""
+
+    columns: int
+    inputs: int
+    stages: int
+    parts: int
+    band: int
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def sums_layout(tile: ManyRowsTile) -> gl.NVMMADistributedLayout:
+    """Of a group's product, [ROWS, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile.columns, 16])
+
+
+@gluon.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def many_rows_kernel(
+    x: tma.tensor_descriptor,
+    weight: tma.tensor_descriptor,
+    out: tma.tensor_descriptor,
+    rows: gl.tensor,
+    outputs: gl.tensor,
+    inputs: gl.tensor,
+    TILE: gl.constexpr,
+    EARLY: gl.constexpr,
+) -> None:
+    """x [rows, inputs] in tiles of [ROWS, TILE.inputs]; weight [TILE.parts · outputs, inputs] in tiles of
+    [TILE.columns / TILE.parts, TILE.inputs]; out [rows, outputs] in tiles of [ROWS, STORED]."""
+    let_next_start(EARLY)
+    ring = _new_ring(x.dtype, TILE)
+    results = _new_results(x.dtype)
+    wait_for_inputs(EARLY)
+    sizes = (rows, outputs, inputs)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, ring, results, out, sizes, TILE)),
+            (_multiply, (1, ring, results, out, sizes, TILE)),
+            (_fetch, (ring, x, weight, sizes, TILE)),
+        ],
+        [4, 1],
+        [232, 24],
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _new_ring(dtype: gl.constexpr, TILE: gl.constexpr) -> gl.tuple:
+    """Tiles of x and of the weight, and for every stage barriers that say that it is full, and that it was read."""
+    STAGES: gl.constexpr = TILE.stages
+    INPUTS: gl.constexpr = TILE.inputs
+    COLUMNS: gl.constexpr = TILE.columns
+    X_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, INPUTS], dtype)
+    W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, INPUTS], dtype)
+    numbers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, ROWS, INPUTS], X_SHARED)
+    weights = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, INPUTS], W_SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    # The copy engine sees the barriers.
+    fence_async_shared()
+    gl.thread_barrier()
+    return numbers, weights, full, empty
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _new_results(dtype: gl.constexpr) -> gl.tensor:
+    """Two blocks of results a group: one is filled while the other is written to memory."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STORED], dtype)
+    return gl.allocate_shared_memory(dtype, [GROUPS * 2, ROWS, STORED], SHARED)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tiles(sizes: gl.tuple, TILE: gl.constexpr) -> gl.tuple:
+    """How many tiles lie below each other, and side by side."""
+    rows, outputs, _ = sizes
+    return gl.cdiv(rows, GROUPS * ROWS), gl.cdiv(outputs, TILE.columns // TILE.parts)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _place(tile: gl.tensor, sizes: gl.tuple, TILE: gl.constexpr) -> gl.tuple:
+    """First row and first output of a tile: down a band, then to the right, then the next band."""
+    tall, wide = _tiles(sizes, TILE)
+    band = tile // (TILE.band * wide)
+    height = gl.minimum(tall - band * TILE.band, TILE.band)
+    inside = tile - band * TILE.band * wide
+    row, output = band * TILE.band + inside % height, inside // height
+    return row * (GROUPS * ROWS), output * (TILE.columns // TILE.parts)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch(
+    ring: gl.tuple, x: tma.tensor_descriptor, weight: tma.tensor_descriptor, sizes: gl.tuple, TILE: gl.constexpr
+) -> None:
+    """The warp that fills the ring, as soon as both groups have read a stage."""
+    numbers, weights, full, empty = ring
+    STAGES: gl.constexpr = TILE.stages
+    PARTS: gl.constexpr = TILE.parts
+    OUTPUTS: gl.constexpr = TILE.columns // TILE.parts
+    BYTES: gl.constexpr = 2 * TILE.inputs * (GROUPS * ROWS + TILE.columns)
+    _, outputs, inputs = sizes
+    tall, wide = _tiles(sizes, TILE)
+    step = 0
+    for tile in range(gl.program_id(0), tall * wide, gl.num_programs(0)):
+        row, output = _place(tile, sizes, TILE)
+        for column in range(0, inputs, TILE.inputs):
+            stage = step % STAGES
+            # The first turn of the ring waits for the phase before the first one, which has ended.
+            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            for part in gl.static_range(PARTS):
+                buffer = weights.index(stage).slice(part * OUTPUTS, OUTPUTS)
+                tma.async_copy_global_to_shared(weight, [output + part * outputs, column], full.index(stage), buffer)
+            for group in gl.static_range(GROUPS):
+                buffer = numbers.index(stage * GROUPS + group)
+                tma.async_copy_global_to_shared(x, [row + group * ROWS, column], full.index(stage), buffer)
+            step += 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _multiply(
+    group: gl.constexpr,
+    ring: gl.tuple,
+    results: gl.tensor,
+    out: tma.tensor_descriptor,
+    sizes: gl.tuple,
+    TILE: gl.constexpr,
+) -> None:
+    """A group's rows of all tiles. One product is under way while the stage of the one before is given back."""
+    numbers, weights, full, empty = ring
+    STAGES: gl.constexpr = TILE.stages
+    COLUMNS: gl.constexpr = TILE.columns
+    length = gl.cdiv(sizes[2], TILE.inputs)
+    tall, wide = _tiles(sizes, TILE)
+    step = 0
+    for tile in range(gl.program_id(0), tall * wide, gl.num_programs(0)):
+        row, output = _place(tile, sizes, TILE)
+        sums = gl.zeros((ROWS, COLUMNS), gl.float32, sums_layout(TILE))
+        for each in range(length):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            turned = weights.index(stage).permute((1, 0))
+            sums = warpgroup_mma(numbers.index(stage * GROUPS + group), turned, sums, is_async=True)
+            sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=each > 0)
+            step += 1
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        _finish(sums, results, group, out, row + group * ROWS, output, TILE)
+    tma.store_wait(0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _halves(values: gl.tensor) -> gl.tuple:
+    """The left and the right half of the columns, where they are."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    return gl.split(gl.permute(gl.reshape(values, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _finish(
+    sums: gl.tensor,
+    results: gl.tensor,
+    group: gl.constexpr,
+    out: tma.tensor_descriptor,
+    row: gl.tensor,
+    output: gl.tensor,
+    TILE: gl.constexpr,
+) -> None:
+    """Write sums [ROWS, columns], or of their halves silu(gate) · up, to out from (row, output) on."""
+    if TILE.parts == 2:
+        gate, up = _halves(sums)
+        sums = gate / (1.0 + gl.exp(-gate)) * up
+    _store_columns(sums, results, group, out, row, output)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_columns(
+    values: gl.tensor,
+    results: gl.tensor,
+    group: gl.constexpr,
+    out: tma.tensor_descriptor,
+    row: gl.tensor,
+    output: gl.tensor,
+) -> None:
+    """Values [ROWS, 2 · STORED] or twice as many columns."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    left, right = _halves(values)
+    if COLUMNS > 2 * STORED:
+        _store_columns(left, results, group, out, row, output)
+        _store_columns(right, results, group, out, row, output + COLUMNS // 2)
+    else:
+        _store_block(left, results.index(group * 2), out, row, output)
+        _store_block(right, results.index(group * 2 + 1), out, row, output + STORED)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_block(
+    values: gl.tensor, block: gl.tensor, out: tma.tensor_descriptor, row: gl.tensor, output: gl.tensor
+) -> None:
+    """Through a block whose last copy but one is at most under way: the group's other block had the last one."""
+    tma.store_wait(1)
+    gl.thread_barrier()
+    block.store(values.to(out.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out, [row, output], block)
