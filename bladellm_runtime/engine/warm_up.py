@@ -12,6 +12,8 @@ ANSWER = 3
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0.0, seed=0, ignore_eos=True)
 LENGTHS = (1, 2, 16, 37, 64, 129, 300, 1024)
 """Single tokens, and lengths that triton compiles apart, divisible by 16 or not, beside the sizes of tiles."""
+TOGETHER = (2, 4, 8, 16, 32, 64)
+"""Prompts that end in one step: its head has other kernels for as many rows, and no captured step runs them all."""
 WAYS = (
     replace(GREEDY, temperature=1.0),
     replace(GREEDY, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
@@ -40,14 +42,15 @@ def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool) -> Non
 
 
 def thorough_groups(limits: SchedulerLimits) -> list[Group]:
-    """Prompts of every kind of length alone, some of two chunks, as many as a step has room for, and all ways of
-    sampling alone and side by side."""
+    """Prompts of every kind of length alone, some of two chunks, as many as a step has room for, several that end
+    together, and all ways of sampling alone and side by side."""
     chunk = min(limits.prefill_chunk_tokens, limits.max_batch_tokens)
     lengths = sorted({*LENGTHS, chunk, chunk + 21, chunk + 600})
     longest = max(1, min(chunk, limits.max_model_len - ANSWER - 1))
     full = [(longest, GREEDY)] * (limits.max_batch_tokens // longest)
     return [
         *([(length, GREEDY)] for length in lengths),
+        *([(3, GREEDY)] * count for count in TOGETHER),
         *([(5, way)] for way in WAYS),
         [(5 + index, way) for index, way in enumerate((GREEDY, *WAYS))],
         [(length, GREEDY) for length in (chunk + 21, 40, 3, 1)],
