@@ -47,7 +47,13 @@ class LiveServer:
     def __init__(self, engine: str | list[str] = "fake", *, wrapper: list[str] | None = None, **args: Any) -> None:
         self.fake = engine != "real"
         self._command = FAKE_COMMAND if engine == "fake" else None if engine == "real" else list(engine)
-        self._args = {"port": 0, "model": str(DEMO_MODEL), "served_model_name": ["demo"], **args}
+        self._args = {
+            "port": 0,
+            "frontend_processes": 1,
+            "model": str(DEMO_MODEL),
+            "served_model_name": ["demo"],
+            **args,
+        }
         self._wrapper = wrapper or []
         self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in stop()
         self._process: subprocess.Popen[str]
