@@ -15,6 +15,7 @@ import uvloop
 
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.app import create_app
 from bladellm_runtime.server.front_ends import FrontEnds
 from bladellm_runtime.server.generation import expire
@@ -140,7 +141,8 @@ class Server:
 
     async def _serve(self, state: ServerState, on_ready: OnReady | None) -> int:
         server = _QuietServer(_uvicorn_config(state))
-        http = asyncio.create_task(server.serve([self._listener]))
+        alone = self._place.front_ends == 1
+        http = asyncio.create_task(server.serve([self._listener] if alone else []))
         housekeeping = asyncio.create_task(_expire_forever(state))
         # What is alive now stays alive: keep the collector from walking it in the middle of a burst of tokens.
         gc.collect()
@@ -148,10 +150,13 @@ class Server:
         gc.set_threshold(COLLECT_AFTER, 10, 50)
         while not server.started and not http.done():
             await asyncio.sleep(0.01)
+        acceptor = None if alone else Acceptor(self._listener, self._place.counts.connections, server.protocol)
         if on_ready is not None and server.started:
             on_ready(url_of(self._listener), state.client)
         code = await self._until_end(state, http)
         housekeeping.cancel()
+        if acceptor is not None:
+            acceptor.close()
         server.should_exit = True
         await http
         state.pool.close()
@@ -254,6 +259,11 @@ class _QuietServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
+
+    def protocol(self) -> asyncio.Protocol:
+        """What serves one connection."""
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:

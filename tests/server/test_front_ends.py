@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,16 +16,6 @@ from bladellm_runtime.errors import ConfigError
 from tests.support.live import LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
 
 
-def front_end_pids(server: LiveServer) -> list[int]:
-    """The first front end's process, then the others'."""
-    others = [
-        child.pid
-        for child in psutil.Process(server.pid).children()
-        if child.is_running() and any("front_end_process" in word for word in child.cmdline())
-    ]
-    return [server.pid, *others]
-
-
 def connections_of(pid: int, port: int) -> int:
     """Connections to the port that a process holds."""
     found = psutil.Process(pid).net_connections("tcp")
@@ -33,7 +24,7 @@ def connections_of(pid: int, port: int) -> int:
 
 def streams_by_front_end(server: LiveServer, count: int, tokens: int = 2000) -> dict[int, list[OpenStream]]:
     """Streams that have begun, by the process that serves them; at least `count`, and one in every process."""
-    found: dict[int, list[OpenStream]] = {pid: [] for pid in front_end_pids(server)}
+    found: dict[int, list[OpenStream]] = {pid: [] for pid in server.front_end_pids()}
     while sum(map(len, found.values())) < count or not all(found.values()):
         before = {pid: connections_of(pid, server.port) for pid in found}
         stream = OpenStream(server, {"prompt": "long", "max_tokens": tokens, "ignore_eos": True})
@@ -69,12 +60,21 @@ def test_64_streams_of_the_openai_client_each_get_their_answer_and_every_process
             held: set[int] = set()
             while not answers.done():
                 await asyncio.sleep(0.05)
-                held |= {pid for pid in front_end_pids(server) if connections_of(pid, server.port) > 0}
-            assert held == set(front_end_pids(server))
+                held |= {pid for pid in server.front_end_pids() if connections_of(pid, server.port) > 0}
+            assert held == set(server.front_end_pids())
             return await answers
 
     assert asyncio.run(body()) == [fake_answer(f"Stream {i}", 40 + i) for i in range(64)]
     until(lambda: server.metrics()["blade_llm:request_success_total"] == 64)
+
+
+def test_a_burst_of_connections_spreads_evenly(server):
+    streams = [OpenStream(server, {"prompt": "long", "max_tokens": 2000, "ignore_eos": True}) for _ in range(60)]
+    until(lambda: server.gauges()[0] == 60)
+    assert all(25 <= connections_of(pid, server.port) <= 36 for pid in server.front_end_pids())
+    for stream in streams:
+        stream.close()
+    until(lambda: server.gauges()[0] == 0)
 
 
 def test_metrics_are_sums_over_the_processes_and_never_go_back(server):
@@ -107,13 +107,11 @@ def test_metrics_are_sums_over_the_processes_and_never_go_back(server):
 
 
 def test_limits_hold_for_all_processes_together():
-    with LiveServer(frontend_processes=2, max_running_requests=4, max_queue_size=2) as server:
+    with LiveServer(frontend_processes=2, max_running_requests=16, max_queue_size=8) as server:
         streams = streams_by_front_end(server, 2)
-        extra = [
-            OpenStream(server, {"prompt": "more", "max_tokens": 2000})
-            for _ in range(6 - sum(map(len, streams.values())))
-        ]
-        until(lambda: server.metrics()["blade_llm:num_requests_open"] == 6)
+        left = 24 - sum(map(len, streams.values()))
+        extra = [OpenStream(server, {"prompt": "more", "max_tokens": 2000}) for _ in range(left)]
+        until(lambda: server.metrics()["blade_llm:num_requests_open"] == 24)
         for _ in range(8):
             status, answer = server.json("/v1/completions", {"prompt": "too many", "max_tokens": 1})
             assert (status, answer["error"]["code"]) == (429, "queue_full")
@@ -123,9 +121,30 @@ def test_limits_hold_for_all_processes_together():
         until(lambda: server.metrics()["blade_llm:num_requests_open"] == 0)
 
 
+def test_connections_are_limited_for_all_processes_together():
+    with LiveServer(frontend_processes=2, max_connections=20) as server:
+        opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+        until(lambda: sum(connections_of(pid, server.port) for pid in server.front_end_pids()) == 20)
+        answers = [server.json("/health") for _ in range(6)]
+        assert [(status, answer["error"]["message"]) for status, answer in answers] == [
+            (503, "The server has as many connections as it takes; try again later")
+        ] * 6
+        for connection in opened:
+            connection.close()
+        until(lambda: server.request("/health")[0] == 200)
+
+
+def test_keys_are_asked_for_by_all_processes():
+    with LiveServer(frontend_processes=2, api_key=["secret"]) as server:
+        key = {"Authorization": "Bearer secret"}
+        assert [server.request("/v1/models")[0] for _ in range(8)] == [401] * 8
+        assert [server.request("/v1/models", headers=key)[0] for _ in range(8)] == [200] * 8
+        until(lambda: server.metrics()["blade_llm:requests_rejected_total"] == 8)
+
+
 def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server):
     streams = streams_by_front_end(server, 6)
-    first, other = front_end_pids(server)
+    first, other = server.front_end_pids()
     kept = len(streams[first])
     counted = server.metrics()["blade_llm:client_disconnects_total"]
     os.kill(other, signal.SIGKILL)
@@ -135,7 +154,7 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server)
     assert server.metrics()["blade_llm:num_requests_open"] == kept
     for stream in streams[first]:
         assert len(completion_text(stream.read(50)).strip()) > 0
-    until(lambda: len(front_end_pids(server)) == 2 and front_end_pids(server)[1] != other, 20)
+    until(lambda: len(server.front_end_pids()) == 2 and server.front_end_pids()[1] != other, 20)
     close_all(streams)
     again = streams_by_front_end(server, 2)
     assert all(again.values()), "the new one serves"
@@ -144,13 +163,30 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server)
     assert server.stop() == 0
 
 
+def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():
+    ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+    with LiveServer("real") as server:
+        expected = completion_text(server.stream("/v1/completions", ask))
+    with LiveServer("real", frontend_processes=2) as server:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: completion_text(server.stream("/v1/completions", ask)), range(16)))
+        assert answers == [expected] * 16
+        streams = streams_by_front_end(server, 4)
+        first, other = server.front_end_pids()
+        os.kill(other, signal.SIGKILL)
+        until(lambda: server.gauges()[0] == len(streams[first]), 10, "the end of the dead front end's requests")
+        assert streams[first][0].read(5)
+        close_all(streams)
+        until(lambda: server.gauges()[0] == 0)
+
+
 def test_a_front_end_that_hangs_is_replaced():
     command = fake_command(step_seconds=0.0005, kv_tokens=2**20, max_model_len=2**18)
     with LiveServer(command, frontend_processes=2) as server:
         streams = streams_by_front_end(server, 2, 2**17)
-        first, other = front_end_pids(server)
+        first, other = server.front_end_pids()
         os.kill(other, signal.SIGSTOP)
-        until(lambda: front_end_pids(server)[1:] not in ([other], []), 60, "its replacement")
+        until(lambda: server.front_end_pids()[1:] not in ([other], []), 60, "its replacement")
         assert server.json("/health") == (200, {"status": "ok"})
         assert streams[first][0].read(3)
         close_all(streams)
@@ -158,7 +194,7 @@ def test_a_front_end_that_hangs_is_replaced():
 
 def test_sigterm_lets_all_processes_finish_their_requests(server):
     streams = streams_by_front_end(server, 4, 300)
-    pids = front_end_pids(server)
+    pids = server.front_end_pids()
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(server.stop, 40)
         time.sleep(0.5)
@@ -186,13 +222,13 @@ def test_every_process_reports_a_dead_engine(server):
         assert stream.rest()[-1]["error"]["code"] == "engine_dead"
     answers = [server.json("/health") for _ in range(12)]
     assert answers == [(503, {"status": "engine_dead"})] * 12
-    pids = front_end_pids(server)
+    pids = server.front_end_pids()
     assert server.wait(20) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_all_processes_end_with_the_first(server):
-    processes = [psutil.Process(pid) for pid in (*front_end_pids(server), server.engine_pid)]
+    processes = [psutil.Process(pid) for pid in (*server.front_end_pids(), server.engine_pid)]
     server.signal(signal.SIGKILL)
     assert not psutil.wait_procs(processes, 10)[1]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import DEMO_MODEL, expected_text, tokenizer
@@ -174,6 +175,11 @@ class LiveServer:
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         running, waiting, used = (values[f"blade_llm:{name}"] for name in names)
         return running, waiting, used
+
+    def front_end_pids(self) -> list[int]:
+        """The first front end's process, then the others'."""
+        children = [child for child in psutil.Process(self.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [self.pid, *(child.pid for child in children if "front_end_process" in " ".join(child.cmdline()))]
 
     def open_fds(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

@@ -1,8 +1,12 @@
-"""What a streamed token costs the front end in CPU: `python -m tests.support.stream_cost [streams] [tokens]`."""
+"""What a streamed token costs the front ends in CPU, and how many a second they take, with the fake engine.
+
+`python -m tests.support.stream_cost [streams] [tokens] [front-end processes] [seconds a step]`
+"""
 
 import asyncio
 import json
 import sys
+import time
 
 import psutil
 import uvloop
@@ -30,23 +34,36 @@ async def read_all(port: int, streams: int, tokens: int) -> None:
     await asyncio.gather(*(read_stream(port, number, tokens) for number in range(streams)))
 
 
-def cpu_of_streams(server: LiveServer, streams: int, tokens: int) -> float:
-    """CPU seconds of the server process for this many streams."""
-    process = psutil.Process(server.pid)
-    before = process.cpu_times()
+def cpu_of_streams(server: LiveServer, streams: int, tokens: int) -> list[float]:
+    """CPU seconds of each front end for this many streams."""
+    before = [cpu_seconds(pid) for pid in server.front_end_pids()]
     uvloop.run(read_all(server.port, streams, tokens))
-    after = process.cpu_times()
-    return after.user + after.system - before.user - before.system
+    return [cpu_seconds(pid) - spent for pid, spent in zip(server.front_end_pids(), before, strict=True)]
+
+
+def cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def main() -> None:
-    streams, tokens = (int(value) for value in (sys.argv[1:] + ["256", "400"][len(sys.argv) - 1 :]))
-    with LiveServer(fake_command(step_seconds=0.02), max_running_requests=streams) as server:
-        cpu_of_streams(server, streams, 20)
-        short, long = cpu_of_streams(server, streams, tokens // 8), cpu_of_streams(server, streams, tokens)
-    per_token = (long - short) / (streams * (tokens - tokens // 8))
-    per_request = short / streams - per_token * (tokens // 8)
-    print(f"{streams} streams: {1e6 * per_token:.1f} us of CPU a token, {1e6 * per_request:.0f} us a request")
+    streams, tokens, front_ends, step_seconds = (
+        float(value) for value in sys.argv[1:] + ["256", "400", "1", "0.02"][len(sys.argv) - 1 :]
+    )
+    count, length = int(streams), int(tokens)
+    command = fake_command(step_seconds=step_seconds, kv_tokens=2**22)
+    with LiveServer(command, max_running_requests=count, frontend_processes=int(front_ends)) as server:
+        cpu_of_streams(server, count, 20)
+        short = cpu_of_streams(server, count, length // 8)
+        started = time.monotonic()
+        long = cpu_of_streams(server, count, length)
+        rate = count * length / (time.monotonic() - started)
+    per_token = (sum(long) - sum(short)) / (count * (length - length // 8))
+    per_request = sum(short) / count - per_token * (length // 8)
+    print(
+        f"{count} streams: {1e6 * per_token:.1f} us of CPU a token, {1e6 * per_request:.0f} us a request, "
+        f"{rate:,.0f} tokens a second; CPU seconds of each front end: {', '.join(f'{spent:.1f}' for spent in long)}"
+    )
 
 
 if __name__ == "__main__":
