@@ -121,7 +121,8 @@ class FrontEnds:
                 error.exit_code = max(code, 1)
                 self._serving[number].set_exception(error)
                 return
-            logger.error("front end %d %s; its requests are lost, and another takes its place", number, _how(code))
+            why = f"{_how(code)}: {last_words}" if last_words not in ("", READY) else _how(code)
+            logger.error("front end %d %s; its requests are lost, and another takes its place", number, why)
             self.place.counts.forget(number)
             start += 1
             if self._client is not None:

@@ -1,5 +1,6 @@
 """Readings and counts of several front ends, added up; and what stays of one that was started again."""
 
+import itertools
 import random
 
 import pytest
@@ -28,7 +29,7 @@ def test_every_front_end_finds_the_same_totals_as_one_that_saw_everything(tmp_pa
     shared = [SharedReadings(tmp_path, number, 3) for number in range(3)]
     for one, (metrics, stats) in zip(shared, fronts, strict=True):
         one.publish(metrics.reading(stats))
-    everything, stats = counted(sum(values, []), sum(reasons, []), 5.0)
+    everything, stats = counted(list(itertools.chain(*values)), list(itertools.chain(*reasons)), 5.0)
     expected = everything.reading(stats)
     for one, (metrics, stats) in zip(shared, fronts, strict=True):
         total = one.total(metrics.reading(stats))

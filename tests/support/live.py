@@ -158,9 +158,9 @@ class LiveServer:
         assert headers["content-type"].startswith("text/event-stream")
         return events(answer)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, headers: dict[str, str] | None = None) -> dict[str, float]:
         """Every metric of /metrics by sample name, summed over its labels except `le`."""
-        status, text, _ = self.request("/metrics")
+        status, text, _ = self.request("/metrics", headers=headers)
         assert status == 200, text
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text.decode()):

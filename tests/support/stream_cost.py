@@ -15,30 +15,32 @@ from tests.support.live import LiveServer, fake_command
 
 
 async def read_stream(port: int, number: int, tokens: int) -> int:
-    """One stream over a bare socket, so that the reader costs little; returns the bytes it got."""
+    """One stream over a bare socket, so that the reader costs little; returns the events it got."""
     body = json.dumps({"prompt": f"Stream {number}", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    size = 0
+    events = 0
     tail = b""
     while part := await reader.read(65536):
-        size += len(part)
+        events += part.count(b"data: ")
         tail = (tail + part)[-64:]
     writer.close()
     assert b"[DONE]" in tail
-    return size
+    return events
 
 
-async def read_all(port: int, streams: int, tokens: int) -> None:
-    await asyncio.gather(*(read_stream(port, number, tokens) for number in range(streams)))
+async def read_all(port: int, streams: int, tokens: int) -> int:
+    """The events of all streams."""
+    return sum(await asyncio.gather(*(read_stream(port, number, tokens) for number in range(streams))))
 
 
-def cpu_of_streams(server: LiveServer, streams: int, tokens: int) -> list[float]:
-    """CPU seconds of each front end for this many streams."""
+def cpu_of_streams(server: LiveServer, streams: int, tokens: int) -> tuple[list[float], int]:
+    """CPU seconds of each front end for this many streams, and the events that came of them."""
     before = [cpu_seconds(pid) for pid in server.front_end_pids()]
-    uvloop.run(read_all(server.port, streams, tokens))
-    return [cpu_seconds(pid) - spent for pid, spent in zip(server.front_end_pids(), before, strict=True)]
+    events = uvloop.run(read_all(server.port, streams, tokens))
+    spent = [cpu_seconds(pid) - seconds for pid, seconds in zip(server.front_end_pids(), before, strict=True)]
+    return spent, events
 
 
 def cpu_seconds(pid: int) -> float:
@@ -54,15 +56,16 @@ def main() -> None:
     command = fake_command(step_seconds=step_seconds, kv_tokens=2**22)
     with LiveServer(command, max_running_requests=count, frontend_processes=int(front_ends)) as server:
         cpu_of_streams(server, count, 20)
-        short = cpu_of_streams(server, count, length // 8)
+        short, _ = cpu_of_streams(server, count, length // 8)
         started = time.monotonic()
-        long = cpu_of_streams(server, count, length)
+        long, events = cpu_of_streams(server, count, length)
         rate = count * length / (time.monotonic() - started)
     per_token = (sum(long) - sum(short)) / (count * (length - length // 8))
     per_request = sum(short) / count - per_token * (length // 8)
     print(
         f"{count} streams: {1e6 * per_token:.1f} us of CPU a token, {1e6 * per_request:.0f} us a request, "
-        f"{rate:,.0f} tokens a second; CPU seconds of each front end: {', '.join(f'{spent:.1f}' for spent in long)}"
+        f"{rate:,.0f} tokens a second, {events / count / length:.2f} events a token (fewer than 1: it falls behind), "
+        f"CPU seconds of each front end: {', '.join(f'{spent:.1f}' for spent in long)}"
     )
 
 
