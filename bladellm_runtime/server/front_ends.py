@@ -165,6 +165,9 @@ class FrontEnds:
     def _on_engine_end(self, message: str) -> None:
         self._ending.set()
         self._tell(EngineEnded(message))
+        for serving in self._serving.values():
+            if not serving.done():
+                serving.set_exception(UserError(message))
 
     def _tell(self, order: Order) -> None:
         for process in self._processes.values():

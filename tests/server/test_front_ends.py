@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +15,9 @@ import pytest
 
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError
-from tests.support.live import LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
+from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
+
+STALLED_ENGINE = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
 
 def connections_of(pid: int, port: int) -> int:
@@ -242,6 +246,37 @@ def test_a_front_end_that_cannot_start_ends_the_server_with_its_sentence(tmp_pat
     assert str(caught.value).count("cannot be read: No such file or directory") == 1
     assert server.wait() == 2
     server.stop()
+
+
+def test_an_engine_that_dies_before_all_front_ends_serve_ends_the_start():
+    code = """
+import json, sys, time
+from bladellm_runtime.wire.transport import EnginePort
+from tests.support.fake_engine import FakeSettings, fake_ready
+port = EnginePort(json.loads(sys.stdin.readline())["address"])
+port.send(fake_ready(FakeSettings()))
+port.receive(2.0)
+sys.exit(7)
+"""
+    server = LiveServer([sys.executable, "-c", code], frontend_processes=2)
+    with pytest.raises(AssertionError, match="the engine process exited with 7"):
+        server.start()
+    assert server.wait() == 1
+    server.stop()
+
+
+def test_a_signal_during_the_start_ends_all_processes():
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.live", LiveServer(STALLED_ENGINE, frontend_processes=3).launch],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    ) as server:  # fmt: skip
+        until(lambda: len(psutil.Process(server.pid).children()) == 3, 10)
+        started = psutil.Process(server.pid).children()
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=20)
+        assert server.returncode == 130
+        assert log.strip() == "stopped by a signal before the model was loaded"
+        assert not psutil.wait_procs(started, 5)[1]
 
 
 def test_one_process_for_all_excludes_several_front_ends():

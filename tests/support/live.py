@@ -76,10 +76,14 @@ class LiveServer:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
+    @property
+    def launch(self) -> str:
+        """The argument of the server process."""
+        return json.dumps({"args": self._args, "command": self._command})
+
     def start(self) -> None:
-        launch = json.dumps({"args": self._args, "command": self._command})
         self._process = subprocess.Popen(
-            [*self._wrapper, sys.executable, "-m", "tests.support.live", launch],
+            [*self._wrapper, sys.executable, "-m", "tests.support.live", self.launch],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=self._log,
