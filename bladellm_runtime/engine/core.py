@@ -12,7 +12,7 @@ from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, front_end_of
 
 OVERLAP_DEPTH = 2
 
@@ -72,6 +72,10 @@ class EngineCore:
     def abort(self, request_ids: Sequence[int]) -> list[RequestDelta]:
         """End requests now; returns their terminal deltas."""
         return self._scheduler.abort(request_ids)
+
+    def abort_front_end(self, front_end: int) -> list[RequestDelta]:
+        """End every request of a front end now; returns their terminal deltas."""
+        return self._scheduler.abort([item for item in self._scheduler.live_ids if front_end_of(item) == front_end])
 
     def step(self) -> list[RequestDelta]:
         """Launch the next step if there is one, then complete the oldest in flight if it is due.

@@ -5,10 +5,17 @@ import threading
 import time
 
 from bladellm_runtime.engine.core import EngineCore
-from bladellm_runtime.wire.messages import AbortRequests, AddRequest, FrontMessage, RequestDelta, Shutdown, StepOutput
-from bladellm_runtime.wire.transport import EnginePort
+from bladellm_runtime.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    AttachFrontEnd,
+    FrontMessage,
+    RequestDelta,
+    Shutdown,
+    StepOutput,
+)
+from bladellm_runtime.wire.transport import HEARTBEAT_SECONDS, EnginePort
 
-HEARTBEAT_SECONDS = 0.5
 BLOCKED_SECONDS = 0.01
 POLL_SECONDS = 0.001
 """The shortest time that a port can wait for messages."""
@@ -24,7 +31,7 @@ class EngineStalledError(RuntimeError):
 
 
 class EngineLoop:
-    """Serves one front end from one `EngineCore` until a `Shutdown` message or `stop()`."""
+    """Serves one or several front ends from one `EngineCore` until a `Shutdown` message or `stop()`."""
 
     def __init__(self, core: EngineCore, port: EnginePort) -> None:
         self._core = core
@@ -75,6 +82,9 @@ class EngineLoop:
                 return self._core.add(message)
             case AbortRequests(request_ids):
                 return self._core.abort(request_ids)
+            case AttachFrontEnd(front_end):
+                self._port.attach(message)
+                return self._core.abort_front_end(front_end)
             case Shutdown():
                 self.stop()
                 return []

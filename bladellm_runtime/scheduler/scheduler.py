@@ -70,6 +70,11 @@ class Scheduler:
         """True when no request is live and no step is in flight; then no KV memory is used."""
         return not self._roster.live and not self._in_flight
 
+    @property
+    def live_ids(self) -> list[int]:
+        """The ids of the requests that are queued or running."""
+        return list(self._roster.live)
+
     def add(self, request: AddRequest) -> RequestDelta | None:
         """Queue a request. One that can never run, or whose id is live, gets its terminal delta at once."""
         error = refusal(request.prompt, self._limits, self._capacity)

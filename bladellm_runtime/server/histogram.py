@@ -2,8 +2,16 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from prometheus_client.core import HistogramMetricFamily
+
+
+class HistogramReading(NamedTuple):
+    """Values counted in each bucket, the last one without bound, and the sum of all values."""
+
+    counts: list[int]
+    sum: float
 
 
 class Histogram:
@@ -23,13 +31,23 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        """The reading in Prometheus' form: cumulative counts."""
+    @property
+    def name(self) -> str:
+        """The name it was given."""
+        return self._name
+
+    def reading(self) -> HistogramReading:
+        """What has been counted so far."""
+        return HistogramReading(self._counts, self._sum)
+
+    def family(self, labels: dict[str, str], reading: HistogramReading | None = None) -> HistogramMetricFamily:
+        """The reading, or that of a like histogram, in Prometheus' form: cumulative counts."""
+        counts, added = reading or self.reading()
         family = HistogramMetricFamily(self._name, self._help, labels=list(labels))
         buckets: list[tuple[str, float]] = []
         total = 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), counts, strict=True):
             total += count
             buckets.append((bound, total))
-        family.add_metric(list(labels.values()), buckets, self._sum)
+        family.add_metric(list(labels.values()), buckets, added)
         return family

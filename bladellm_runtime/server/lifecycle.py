@@ -1,4 +1,4 @@
-"""A server's life: bind, start the engine, serve, drain on a signal, end with the engine."""
+"""A server's life: bind, start the engine and other front ends, serve, drain on a signal, end with the engine."""
 
 import asyncio
 import contextlib
@@ -15,9 +15,12 @@ import uvloop
 
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.app import create_app
+from bladellm_runtime.server.front_ends import FrontEnds
 from bladellm_runtime.server.generation import expire
 from bladellm_runtime.server.listener import allow_descriptors, bind, protocol_class, url_of
+from bladellm_runtime.server.place import Place
 from bladellm_runtime.server.state import ServerState, make_state
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
@@ -31,6 +34,8 @@ ENGINE_STOP_SECONDS = 10.0
 EXPIRE_SECONDS = 0.1
 FLUSH_SECONDS = 1.0
 """Seconds that last events get to leave, at the end of a drain."""
+FRONT_END_EXIT_SECONDS = 3.0
+"""How much longer than its requests another front end may take to exit."""
 DEAD_ENGINE_SECONDS = 3.0
 """How long a server whose engine died goes on answering 503, so that probes and clients learn of it."""
 COLLECT_AFTER = 20_000
@@ -53,24 +58,29 @@ def serve(
     try:
         allow_descriptors(args.max_connections)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            server = Server(args, model_folder, listener, engine_command or DEFAULT_COMMAND)
-            return runner.run(server.run(on_ready))
+            return runner.run(_serve_first(args, model_folder, listener, on_ready, engine_command or DEFAULT_COMMAND))
     finally:
         listener.close()
 
 
-class Server:
-    """One run of a server on a bound socket."""
+async def _serve_first(
+    args: ServingArgs, model_folder: Path, listener: socket.socket, on_ready: OnReady | None, engine_command: list[str]
+) -> int:
+    """Run the first front end, with all that is its to start."""
+    front_ends = FrontEnds(args, model_folder, listener, args.front_ends)
+    return await FirstServer(args, model_folder, listener, engine_command, front_ends).run(on_ready)
 
-    def __init__(
-        self, args: ServingArgs, model_folder: Path, listener: socket.socket, engine_command: list[str]
-    ) -> None:
+
+class Server:
+    """One run of a front end on a bound socket, with the engine of `_start_engine`."""
+
+    def __init__(self, args: ServingArgs, model_folder: Path, listener: socket.socket, place: Place) -> None:
         self._args = dataclasses.replace(args, model=str(model_folder))
         self._names = args.served_model_name or [args.model]
         self._folder = model_folder
         self._listener = listener
-        self._command = engine_command
-        self._signals = 0
+        self._place = place
+        self._stops = 0
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine_died = asyncio.Event()
@@ -80,14 +90,20 @@ class Server:
         with self._handle_signals():
             client, tokenizer = await self._start()
             try:
-                state = make_state(
-                    dataclasses.replace(self._args, served_model_name=self._names), self._folder, client, tokenizer
-                )
+                args = dataclasses.replace(self._args, served_model_name=self._names)
+                state = make_state(args, self._folder, client, tokenizer, self._place)
                 client.on_failure.append(lambda _: self._engine_died.set())
                 return await self._serve(state, on_ready)
             finally:
                 stuck = client.heartbeat_age() > self._args.engine_timeout
                 await client.close(0.0 if stuck else ENGINE_STOP_SECONDS)
+
+    def stop(self) -> None:
+        """Finish the open requests and end; a second call ends them at once."""
+        self._stops += 1
+        self._stop.set()
+        if self._stops > 1:
+            self._hurry.set()
 
     async def _start(self) -> tuple[EngineClient, Tokenizer]:
         """Start the engine and load the tokenizer, side by side; a signal ends both."""
@@ -120,18 +136,13 @@ class Server:
             raise
 
     async def _start_engine(self) -> EngineClient:
-        if not self._args.disable_frontend_multiprocessing:
-            return await EngineClient.start_process(self._command, self._args, ENGINE_START_SECONDS)
-        from bladellm_runtime.engine.process import run_engine
-
-        def run(port: EnginePort) -> None:
-            run_engine(port, self._args)
-
-        return await EngineClient.start_thread(run, ENGINE_START_SECONDS)
+        """A client of an engine that is ready."""
+        raise NotImplementedError
 
     async def _serve(self, state: ServerState, on_ready: OnReady | None) -> int:
         server = _QuietServer(_uvicorn_config(state))
-        http = asyncio.create_task(server.serve([self._listener]))
+        alone = self._place.front_ends == 1
+        http = asyncio.create_task(server.serve([self._listener] if alone else []))
         housekeeping = asyncio.create_task(_expire_forever(state))
         # What is alive now stays alive: keep the collector from walking it in the middle of a burst of tokens.
         gc.collect()
@@ -139,10 +150,13 @@ class Server:
         gc.set_threshold(COLLECT_AFTER, 10, 50)
         while not server.started and not http.done():
             await asyncio.sleep(0.01)
+        acceptor = None if alone else Acceptor(self._listener, self._place.counts.connections, server.protocol)
         if on_ready is not None and server.started:
             on_ready(url_of(self._listener), state.client)
         code = await self._until_end(state, http)
         housekeeping.cancel()
+        if acceptor is not None:
+            acceptor.close()
         server.should_exit = True
         await http
         state.pool.close()
@@ -171,18 +185,67 @@ class Server:
     def _handle_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._stop.set()
-        if self._signals > 1:
-            self._hurry.set()
+
+class FirstServer(Server):
+    """The front end that starts the engine and the other front ends, and ends them."""
+
+    def __init__(
+        self,
+        args: ServingArgs,
+        model_folder: Path,
+        listener: socket.socket,
+        engine_command: list[str],
+        front_ends: FrontEnds,
+    ) -> None:
+        super().__init__(args, model_folder, listener, front_ends.place)
+        self._command = engine_command
+        self._front_ends = front_ends
+
+    async def run(self, on_ready: OnReady | None) -> int:
+        """As every server; the other front ends do not outlive it."""
+        try:
+            return await super().run(on_ready)
+        finally:
+            await self._front_ends.close(0.0)
+
+    def stop(self) -> None:
+        """As every server, and so do the others."""
+        super().stop()
+        self._front_ends.stop()
+
+    async def _start_engine(self) -> EngineClient:
+        await self._front_ends.start()
+        client = await self._start_own_engine()
+        try:
+            await self._front_ends.attach(client)
+        except BaseException:
+            await client.close(1.0)
+            raise
+        return client
+
+    async def _start_own_engine(self) -> EngineClient:
+        if not self._args.disable_frontend_multiprocessing:
+            return await EngineClient.start_process(self._command, self._args, ENGINE_START_SECONDS)
+        from bladellm_runtime.engine.process import run_engine
+
+        def run(port: EnginePort) -> None:
+            run_engine(port, self._args)
+
+        return await EngineClient.start_thread(run, ENGINE_START_SECONDS)
+
+    async def _serve(self, state: ServerState, on_ready: OnReady | None) -> int:
+        code = await super()._serve(state, on_ready)
+        # They were told to stop at the same time, or the engine died for them too.
+        grace = self._args.shutdown_timeout + FLUSH_SECONDS if not self._engine_died.is_set() else 0.0
+        await self._front_ends.close(grace + FRONT_END_EXIT_SECONDS)
+        return code
 
 
 class _Interrupted(UserError):
@@ -197,11 +260,16 @@ class _QuietServer(uvicorn.Server):
         """Leave the signals alone."""
         yield
 
+    def protocol(self) -> asyncio.Protocol:
+        """What serves one connection."""
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
-        http=protocol_class(state.args),
+        http=protocol_class(state.args, state.place.counts.connections),
         ws="none",
         loop="none",
         lifespan="off",
@@ -222,6 +290,7 @@ async def _expire_forever(state: ServerState) -> None:
     while True:
         await asyncio.sleep(EXPIRE_SECONDS)
         expire(state)
+        state.publish_metrics()
 
 
 async def _until_idle(state: ServerState) -> None:

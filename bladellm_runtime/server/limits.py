@@ -1,20 +1,35 @@
 """How many requests may be open, and the errors of a server that cannot take one."""
 
 from bladellm_runtime.server.errors import ApiError, generation_error, invalid_request
+from bladellm_runtime.server.shared_counts import SharedCount, SharedCounts
 
 RETRY_SECONDS = 1.0
 
 
 class Admission:
-    """Counts open choices against a limit: every choice of every prompt is one request to the engine."""
+    """Counts open choices against a limit: every choice of every prompt is one request to the engine.
 
-    def __init__(self, limit: int) -> None:
+    The limit is on the choices that all front ends have open together. It can be passed by what several admit at the
+    very same moment.
+    """
+
+    def __init__(self, limit: int, count: SharedCount | None = None) -> None:
         self.limit = limit
-        self.open = 0
+        self._count = SharedCounts().open_requests if count is None else count
+
+    @property
+    def open(self) -> int:
+        """Open choices of this front end."""
+        return self._count.own
+
+    @property
+    def open_everywhere(self) -> int:
+        """Open choices of all front ends."""
+        return self._count.total
 
     def check_room(self) -> None:
         """Raise `ApiError` 429 when not even one more choice can enter."""
-        if self.open >= self.limit:
+        if self.open_everywhere >= self.limit:
             raise too_many_requests(self.limit)
 
     def enter(self, choices: int) -> None:
@@ -23,13 +38,13 @@ class Admission:
             raise invalid_request(
                 f"prompts times n is {choices}, but this server takes at most {self.limit} at once", "n"
             )
-        if self.open + choices > self.limit:
+        if self.open_everywhere + choices > self.limit:
             raise too_many_requests(self.limit)
-        self.open += choices
+        self._count.add(choices)
 
     def leave(self, choices: int) -> None:
         """Take back an `enter`."""
-        self.open -= choices
+        self._count.add(-choices)
 
 
 def too_many_requests(limit: int) -> ApiError:

@@ -19,6 +19,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.exchange import ABORT_EXTENSION, WRITE_EXTENSION
+from bladellm_runtime.server.shared_counts import SharedCount
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +77,13 @@ def allow_descriptors(connections: int) -> None:
         logger.warning("ulimit -n is %d: --max_connections %d cannot be reached", reachable, connections)
 
 
-def protocol_class(args: ServingArgs) -> type[HttpToolsProtocol]:
-    """`GuardedProtocol` with these arguments' limits."""
+def protocol_class(args: ServingArgs, open_connections: SharedCount) -> type[HttpToolsProtocol]:
+    """`GuardedProtocol` with these arguments' limits; the one on connections holds for all front ends together."""
     limits = {
         "header_timeout": args.header_timeout,
         "send_timeout": args.send_timeout,
         "max_connections": args.max_connections,
+        "open_connections": open_connections,
     }
     return type("Protocol", (GuardedProtocol,), limits)
 
@@ -105,6 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
     header_timeout = 10.0
     send_timeout = 60.0
     max_connections = 4096
+    open_connections: SharedCount
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -116,13 +119,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse the connection beyond the cap; else the time for its first request begins."""
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        self.open_connections.add(1)
+        if self.open_connections.total > self.max_connections:
             self._refuse(503, "The server has as many connections as it takes; try again later")
             return
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
+        self.open_connections.add(-1)
         self._stop_header_timer()
         if self._abort_timer is not None:
             self._abort_timer.cancel()

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from bladellm_runtime.server.histogram import Histogram
 from bladellm_runtime.server.limits import Admission
+from bladellm_runtime.server.shared_readings import MetricsReading, SharedReadings
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.messages import EngineStats
 
@@ -43,9 +44,12 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 128.0)
 
 
 class Metrics:
-    """Everything counted in the front end; the engine's own numbers are read from its last step when asked for."""
+    """Everything counted in one front end; the engine's own numbers are read from its last step when asked for.
 
-    def __init__(self) -> None:
+    `count_steps` is for one of several front ends, which otherwise would count every step several times.
+    """
+
+    def __init__(self, *, count_steps: bool = True) -> None:
         self.time_to_first_token = _histogram("time_to_first_token_seconds", FIRST_TOKEN_SECONDS)
         self.inter_token_latency = _histogram("inter_token_latency_seconds", TOKEN_SECONDS)
         self.time_per_output_token = _histogram("request_time_per_output_token_seconds", TOKEN_SECONDS)
@@ -62,12 +66,13 @@ class Metrics:
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.disconnects = 0
+        self._count_steps = count_steps
         self._last = EngineStats()
 
     def on_step(self, stats: EngineStats) -> None:
         """Count the tokens of the steps since the last reading."""
         steps = stats.steps - self._last.steps
-        if steps > 0:
+        if steps > 0 and self._count_steps:
             before = self._last.prompt_tokens + self._last.generated_tokens
             self.step_tokens.observe((stats.prompt_tokens + stats.generated_tokens - before) / steps, steps)
         self._last = stats
@@ -76,31 +81,46 @@ class Metrics:
         """All histograms."""
         return [value for value in vars(self).values() if isinstance(value, Histogram)]
 
+    def reading(self, stats: EngineStats) -> MetricsReading:
+        """What has been counted so far, beside the engine's `stats`."""
+        histograms = {item.name: item.reading() for item in self.histograms()}
+        return MetricsReading(stats, dict(self.finished), dict(self.rejected), self.disconnects, histograms)
+
 
 class _Readings(Collector):
     """Reads counters, gauges and histograms at the moment /metrics is asked for."""
 
-    def __init__(self, metrics: Metrics, client: EngineClient, admission: Admission, model_name: str) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        client: EngineClient,
+        admission: Admission,
+        model_name: str,
+        shared: SharedReadings | None,
+    ) -> None:
         self._metrics = metrics
         self._client = client
         self._admission = admission
+        self._shared = shared
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
         """All families; called by the registry."""
-        yield from self._gauges()
-        yield from self._counters()
-        yield self._by_label("request_success", "finished_reason", self._metrics.finished)
-        yield self._by_label("requests_rejected", "reason", self._metrics.rejected)
+        reading = self._metrics.reading(self._client.stats)
+        if self._shared is not None:
+            reading = self._shared.total(reading)
+        yield from self._gauges(reading.stats)
+        yield from self._counters(reading.stats, reading.disconnects)
+        yield self._by_label("request_success", "finished_reason", reading.finished)
+        yield self._by_label("requests_rejected", "reason", reading.rejected)
         for histogram in self._metrics.histograms():
-            yield histogram.family(self._labels)
+            yield histogram.family(self._labels, reading.histograms[histogram.name])
 
-    def _gauges(self) -> Iterator[Metric]:
-        stats = self._client.stats
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         values = {
             "num_requests_running": stats.running,
             "num_requests_waiting": stats.waiting,
-            "num_requests_open": self._admission.open,
+            "num_requests_open": self._admission.open_everywhere,
             "num_requests_limit": self._admission.limit,
             "kv_cache_usage_perc": stats.kv_granules_used / max(1, stats.kv_granules),
             "kv_cache_tokens": stats.kv_granules * stats.granule_tokens,
@@ -119,8 +139,7 @@ class _Readings(Collector):
             gauge.add_metric(list(self._labels.values()), float(value))
             yield gauge
 
-    def _counters(self) -> Iterator[Metric]:
-        stats = self._client.stats
+    def _counters(self, stats: EngineStats, disconnects: int) -> Iterator[Metric]:
         values = {
             "prompt_tokens": stats.prompt_tokens,
             "prompt_tokens_cached": stats.cached_tokens,
@@ -131,14 +150,14 @@ class _Readings(Collector):
             "kv_maps": stats.kv_maps,
             "kv_map_wait_seconds": stats.kv_map_wait,
             "kernel_compiles_after_ready": stats.kernel_compiles_after_ready,
-            "client_disconnects": self._metrics.disconnects,
+            "client_disconnects": disconnects,
         }
         for name, value in values.items():
             counter = CounterMetricFamily(PREFIX + name, HELP[name], labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), float(value))
             yield counter
 
-    def _by_label(self, name: str, label: str, counts: Counter[str]) -> Metric:
+    def _by_label(self, name: str, label: str, counts: dict[str, int]) -> Metric:
         counter = CounterMetricFamily(PREFIX + name, HELP[name], labels=[*self._labels, label])
         for value, count in counts.items():
             counter.add_metric([*self._labels.values(), value], float(count))
@@ -146,11 +165,18 @@ class _Readings(Collector):
 
 
 class MetricsPage:
-    """The text of `/metrics`."""
+    """The text of `/metrics`; with `shared` that of all front ends together."""
 
-    def __init__(self, metrics: Metrics, client: EngineClient, admission: Admission, model_name: str) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        client: EngineClient,
+        admission: Admission,
+        model_name: str,
+        shared: SharedReadings | None = None,
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Readings(metrics, client, admission, model_name))
+        self._registry.register(_Readings(metrics, client, admission, model_name, shared))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

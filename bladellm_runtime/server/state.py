@@ -16,6 +16,7 @@ from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.health import obstacle
 from bladellm_runtime.server.limits import Admission
 from bladellm_runtime.server.metrics import Metrics, MetricsPage
+from bladellm_runtime.server.place import Place
 from bladellm_runtime.text.pool import TextPool
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
@@ -41,6 +42,7 @@ class ServerState:
     admission: Admission
     metrics: Metrics
     page: MetricsPage
+    place: Place = field(default_factory=Place)
     pool: TextPool = field(default_factory=TextPool)
     generations: set["Generation"] = field(default_factory=set)
     touched: list["Generation"] = field(default_factory=list)
@@ -65,6 +67,11 @@ class ServerState:
                 generation.fail("generation_failed")
         self.metrics.on_step(stats)
 
+    def publish_metrics(self) -> None:
+        """Let the other front ends know what this one has counted."""
+        if self.place.readings is not None:
+            self.place.readings.publish(self.metrics.reading(self.client.stats))
+
     def obstacle(self) -> ApiError | None:
         """Why no new request can be taken now, if so."""
         return obstacle(self.client, self.args.engine_timeout, draining=self.draining)
@@ -75,7 +82,9 @@ class ServerState:
             generation.fail(code)
 
 
-def make_state(args: ServingArgs, model_folder: Path, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
+def make_state(
+    args: ServingArgs, model_folder: Path, client: EngineClient, tokenizer: Tokenizer, place: Place
+) -> ServerState:
     """The state of a server whose engine is ready. Raises `UserError` for unusable keys or generation defaults."""
     context = RequestContext(
         model_names=served_names(args),
@@ -85,8 +94,8 @@ def make_state(args: ServingArgs, model_folder: Path, client: EngineClient, toke
         strict=args.strict_params,
         defaults=SamplingDefaults.from_generation_config(read_generation_config(model_folder)),
     )
-    metrics = Metrics()
-    admission = Admission(args.max_running_requests + args.max_queue_size)
+    metrics = Metrics(count_steps=place.number == 0)
+    admission = Admission(args.max_running_requests + args.max_queue_size, place.counts.open_requests)
     state = ServerState(
         args=args,
         client=client,
@@ -95,7 +104,8 @@ def make_state(args: ServingArgs, model_folder: Path, client: EngineClient, toke
         authenticator=Authenticator(read_api_keys(args)),
         admission=admission,
         metrics=metrics,
-        page=MetricsPage(metrics, client, admission, context.model_names[0]),
+        page=MetricsPage(metrics, client, admission, context.model_names[0], place.readings),
+        place=place,
     )
     client.on_step.append(state.on_step)
     return state

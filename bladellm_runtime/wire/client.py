@@ -1,7 +1,6 @@
 """The front end's end of the wire: starts the engine, hands requests to it and its deltas to their callers."""
 
 import asyncio
-import itertools
 import logging
 import tempfile
 import time
@@ -13,18 +12,21 @@ import zmq
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.request import FinishReason
-from bladellm_runtime.wire.host import EngineHost, ProcessHost, ThreadHost
+from bladellm_runtime.wire.host import EngineHost, ForeignHost, ProcessHost, ThreadHost
 from bladellm_runtime.wire.messages import (
     AbortRequests,
     AddRequest,
+    AttachFrontEnd,
     EngineFailed,
     EngineMessage,
     EngineReady,
     EngineStats,
+    FrontEndStuck,
     FrontMessage,
     RequestDelta,
     Shutdown,
     StepOutput,
+    request_ids,
 )
 from bladellm_runtime.wire.transport import (
     EnginePort,
@@ -51,12 +53,16 @@ class EngineClient:
     with `finish` set, also when the engine dies, unless its request was aborted: then it is never called again.
     """
 
-    def __init__(self, address: str, folder: tempfile.TemporaryDirectory[str] | None = None) -> None:
+    def __init__(
+        self, address: str, folder: tempfile.TemporaryDirectory[str] | None = None, front_end: int = 0, start: int = 0
+    ) -> None:
         self.ready: EngineReady
         self.stats = EngineStats()
         self.failure: str | None = None
         self.on_failure: list[Callable[[str], None]] = []
         self.on_step: list[Callable[[EngineStats], None]] = []
+        self.on_stuck: list[Callable[[int], None]] = []
+        """Called with the number of a front end that does not take its messages."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = open_socket(self._context)
@@ -65,7 +71,7 @@ class EngineClient:
         self._address = address
         self._folder = folder
         self._host: EngineHost
-        self._ids = itertools.count(1)
+        self._ids = request_ids(front_end, start)
         self._sinks: dict[int, Sink] = {}
         self._unsent_aborts: list[int] = []
         self._last_step = time.monotonic()
@@ -90,6 +96,17 @@ class EngineClient:
         address = f"inproc://engine-{id(run)}"
         client = cls(address)
         return await client._begin(ThreadHost(run, address, client._context), ready_timeout)
+
+    @classmethod
+    async def join(
+        cls, address: str, front_end: int, start: int, engine_end: asyncio.Future[str], ready_timeout: float
+    ) -> Self:
+        """Share the engine of another client, which is to `attach` this address; errors as in `start_process`.
+
+        `front_end` and `start` make the request ids unique, `engine_end` is to complete when the engine has ended.
+        """
+        client = cls(address, None, front_end, start)
+        return await client._begin(ForeignHost(engine_end), ready_timeout)
 
     @property
     def open_requests(self) -> int:
@@ -123,12 +140,20 @@ class EngineClient:
         if known and self.failure is None and not self._send(AbortRequests(known)):
             self._unsent_aborts += known
 
+    def attach(self, front_end: int, address: str) -> None:
+        """Have the engine serve another front end at `address`, in place of the one that had this number."""
+        if self.failure is None and not self._send(AttachFrontEnd(front_end, address)):
+            self._loop.call_later(POLL_SECONDS, self.attach, front_end, address)
+
     async def close(self, timeout: float) -> None:
-        """Ask the engine to exit, wait up to `timeout` seconds, then kill it. Open requests end with an error."""
+        """Ask the engine to exit, wait up to `timeout` seconds, then kill it. Open requests end with an error.
+
+        Another client's engine goes on.
+        """
         if self._closing:
             return
         self._closing = True
-        if self.failure is None:
+        if self.failure is None and self._host.owned:
             self._send(Shutdown())
         try:
             await self._host.stop(timeout)
@@ -200,6 +225,9 @@ class EngineClient:
             self._last_step = time.monotonic()
             if not self._started.done():
                 self._started.set_result(message)
+        elif isinstance(message, FrontEndStuck):
+            for on_stuck in self.on_stuck:
+                on_stuck(message.front_end)
         else:
             self._fail(message)
 

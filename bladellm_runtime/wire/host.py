@@ -30,6 +30,10 @@ class EngineHost(Protocol):
         """The engine's process, or None when it has none of its own."""
 
     @property
+    def owned(self) -> bool:
+        """True when this client is the one that started the engine, and ends it."""
+
+    @property
     def alive(self) -> bool:
         """True from a successful start to the engine's end."""
 
@@ -50,6 +54,8 @@ class ProcessHost:
         self._command = command
         self._line = launch_line(address, args)
         self._process: asyncio.subprocess.Process | None = None
+
+    owned = True
 
     @property
     def process_id(self) -> int | None:
@@ -123,6 +129,8 @@ class ThreadHost:
         self._outcome = "the engine thread ended"
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
+    owned = True
+
     @property
     def process_id(self) -> int | None:
         """A thread has no process of its own."""
@@ -163,6 +171,27 @@ class ThreadHost:
             port.close()
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._ended.set)
+
+
+class ForeignHost:
+    """An engine that another front end has started, and ends; `end` completes with a sentence when it has ended."""
+
+    process_id = None
+    owned = False
+    alive = False
+
+    def __init__(self, end: asyncio.Future[str]) -> None:
+        self._end = end
+
+    async def start(self) -> None:
+        """Nothing: it is started."""
+
+    async def wait(self) -> str:
+        """Wait to be told that it has ended."""
+        return await asyncio.shield(self._end)
+
+    async def stop(self, timeout: float) -> None:
+        """Nothing: others use it."""
 
 
 def launch_line(address: str, args: EngineArgs) -> bytes:

@@ -2,11 +2,29 @@
 
 Times are `time.monotonic()` seconds, which the processes of one host share. Every `AddRequest` is answered by
 deltas of which exactly one, the last, has `finish` set.
+
+A request's id begins with the number of the front end that sent it, which is where its deltas go.
 """
+
+import itertools
+from collections.abc import Iterator
 
 import msgspec
 
 from bladellm_runtime.request import FinishReason, SamplingParams
+
+FRONT_END_SHIFT = 48
+START_SHIFT = 36
+
+
+def request_ids(front_end: int, start: int) -> Iterator[int]:
+    """Ids that no other front end uses, nor this one after another of its starts, which are counted from 0."""
+    return itertools.count((front_end << FRONT_END_SHIFT) + (start << START_SHIFT) + 1)
+
+
+def front_end_of(request_id: int) -> int:
+    """The number of the front end that sent the request."""
+    return request_id >> FRONT_END_SHIFT
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
@@ -27,6 +45,13 @@ class AbortRequests(msgspec.Struct, tag="abort", frozen=True, array_like=True):
     """End these requests within one step; ids that already ended are ignored."""
 
     request_ids: list[int]
+
+
+class AttachFrontEnd(msgspec.Struct, tag="attach", frozen=True, array_like=True):
+    """From the first front end: serve another one at `address`. Requests of the one before it of this number end."""
+
+    front_end: int
+    address: str
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, array_like=True):
@@ -120,5 +145,11 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
     exit_code: int = 1
 
 
-FrontMessage = AddRequest | AbortRequests | Shutdown
-EngineMessage = StepOutput | EngineReady | EngineFailed
+class FrontEndStuck(msgspec.Struct, tag="stuck", frozen=True, array_like=True):
+    """To the first front end: another one no longer takes its messages, which are dropped until it is replaced."""
+
+    front_end: int
+
+
+FrontMessage = AddRequest | AbortRequests | AttachFrontEnd | Shutdown
+EngineMessage = StepOutput | EngineReady | EngineFailed | FrontEndStuck

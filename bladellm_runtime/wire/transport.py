@@ -1,16 +1,26 @@
-"""One ZMQ pair: the front end binds, the engine connects. Messages are msgpack, never pickle."""
+"""A ZMQ pair a front end: the front end binds, the engine connects. Messages are msgpack, never pickle."""
 
 import logging
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from bladellm_runtime.wire.messages import EngineMessage, FrontMessage
+from bladellm_runtime.wire.messages import (
+    FRONT_END_SHIFT,
+    AttachFrontEnd,
+    EngineMessage,
+    EngineReady,
+    FrontEndStuck,
+    FrontMessage,
+    RequestDelta,
+    StepOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +29,8 @@ HIGH_WATER_MARK = 4096
 SEND_PATIENCE = 10.0
 """Seconds the engine waits for a full wire to drain before it takes the front end for gone."""
 CLOSE_LINGER_MS = 500
+HEARTBEAT_SECONDS = 0.5
+"""The longest time between two messages to a front end while steps run, whether or not it has requests in them."""
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 # A decoder's type parameter cannot be a union for mypy, hence the annotations.
@@ -66,6 +78,7 @@ def decode_front_message(frame: bytes) -> FrontMessage | None:
 class EnginePort:
     """The engine's end of the wire; synchronous, to be used by one thread.
 
+    It begins with the first front end, whose end is the engine's. Others may be attached, which come and go.
     For an `inproc://` address `context` must be the front end's, and is not closed here; else the port makes its own.
     """
 
@@ -74,24 +87,54 @@ class EnginePort:
         self._context = zmq.Context() if context is None else context
         self._socket = open_socket(self._context)
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._others: dict[int, _OtherFrontEnd] = {}
+        self._last_sent = 0.0
+        self._ready: EngineReady | None = None
+
+    def attach(self, message: AttachFrontEnd) -> None:
+        """Connect to another front end, in place of the one that had its number, and tell it what the first was told.
+
+        What was on its way to or from the one before it is lost.
+        """
+        self._detach(message.front_end)
+        socket = open_socket(self._context)
+        socket.connect(message.address)
+        self._poller.register(socket, zmq.POLLIN)
+        self._others[message.front_end] = _OtherFrontEnd(socket)
+        if self._ready is not None:
+            self._send_to_other(message.front_end, encode(self._ready))
 
     def receive(self, timeout: float) -> list[FrontMessage]:
         """All waiting messages, oldest first; with none, waits up to `timeout` seconds for the first."""
-        if timeout > 0 and not self._socket.poll(int(timeout * 1000), zmq.POLLIN):
+        if timeout > 0 and not self._poller.poll(int(timeout * 1000)):
             return []
-        messages: list[FrontMessage] = []
-        while (frame := self._receive_frame()) is not None:
-            message = decode_front_message(frame)
-            if message is not None:
-                messages.append(message)
+        messages = _receive_all(self._socket)
+        for other in self._others.values():
+            messages += _receive_all(other.socket)
         return messages
 
     def send(self, message: EngineMessage) -> None:
-        """Send without blocking. Raises `FrontEndGone` when the wire stays full for `SEND_PATIENCE` seconds."""
-        self.send_frame(encode(message))
+        """Send without blocking: to each front end its own requests' part of a step, and everything else to all.
+
+        Raises `FrontEndGone` when the wire to the first front end stays full for `SEND_PATIENCE` seconds. Another one
+        whose wire is full is reported to the first.
+        """
+        if isinstance(message, EngineReady):
+            self._ready = message
+        if not self._others:
+            self.send_frame(encode(message))
+        elif isinstance(message, StepOutput) and message.deltas:
+            self._send_shares(message)
+        else:
+            frame = encode(message)
+            self.send_frame(frame)
+            for number in self._others:
+                self._send_to_other(number, frame)
 
     def send_frame(self, frame: bytes) -> None:
-        """`send` for bytes that are encoded already."""
+        """Send to the first front end alone what is encoded already; errors as in `send`."""
         deadline = time.monotonic() + SEND_PATIENCE
         while True:
             try:
@@ -106,11 +149,58 @@ class EnginePort:
     def close(self) -> None:
         """Close the socket; messages already sent get half a second to leave."""
         self._socket.close()
+        for number in list(self._others):
+            self._detach(number)
         if self._own_context:
             self._context.term()
 
-    def _receive_frame(self) -> bytes | None:
+    def _detach(self, number: int) -> None:
+        other = self._others.pop(number, None)
+        if other is not None:
+            self._poller.unregister(other.socket)
+            other.socket.close()
+
+    def _send_shares(self, message: StepOutput) -> None:
+        """One message to each front end with requests in the step, and to others whose last one is long ago."""
+        shares: dict[int, list[RequestDelta]] = {0: [], **{number: [] for number in self._others}}
+        for delta in message.deltas:
+            shares[delta.request_id >> FRONT_END_SHIFT].append(delta)
+        now = message.stats.time
+        for number, other in self._others.items():
+            if shares[number] or now - other.last_sent >= HEARTBEAT_SECONDS:
+                other.last_sent = now
+                self._send_to_other(number, encode(StepOutput(shares[number], message.stats)))
+        if shares[0] or now - self._last_sent >= HEARTBEAT_SECONDS:
+            self._last_sent = now
+            self.send_frame(encode(StepOutput(shares[0], message.stats)))
+
+    def _send_to_other(self, number: int, frame: bytes) -> None:
+        other = self._others[number]
         try:
-            return bytes(self._socket.recv(zmq.NOBLOCK))
+            other.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            return None
+            if not other.stuck:
+                other.stuck = True
+                self.send_frame(encode(FrontEndStuck(number)))
+
+
+@dataclass(slots=True)
+class _OtherFrontEnd:
+    """A front end besides the first."""
+
+    socket: "zmq.Socket[Any]"
+    last_sent: float = 0.0
+    stuck: bool = False
+
+
+def _receive_all(socket: "zmq.Socket[Any]") -> list[FrontMessage]:
+    """The messages that wait in a socket, oldest first."""
+    messages: list[FrontMessage] = []
+    while True:
+        try:
+            frame = bytes(socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return messages
+        message = decode_front_message(frame)
+        if message is not None:
+            messages.append(message)

@@ -36,6 +36,7 @@ from bladellm_runtime.request import FinishReason
 from bladellm_runtime.wire.messages import (
     AbortRequests,
     AddRequest,
+    AttachFrontEnd,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -43,6 +44,7 @@ from bladellm_runtime.wire.messages import (
     Shutdown,
     StepOutput,
     TokenLogprobs,
+    front_end_of,
 )
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
@@ -167,9 +169,15 @@ class FakeEngine:
                 self._waiting.append(message)
             elif isinstance(message, AbortRequests):
                 deltas += [self._abort(request_id) for request_id in message.request_ids if self._knows(request_id)]
+            elif isinstance(message, AttachFrontEnd):
+                self._port.attach(message)
+                deltas += [self._abort(item) for item in self._ids() if front_end_of(item) == message.front_end]
             elif isinstance(message, Shutdown):
                 self._stop = True
         return deltas
+
+    def _ids(self) -> list[int]:
+        return [*self._running, *(item.request_id for item in self._waiting)]
 
     def _knows(self, request_id: int) -> bool:
         return request_id in self._running or any(item.request_id == request_id for item in self._waiting)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import DEMO_MODEL, expected_text, tokenizer
@@ -47,7 +48,13 @@ class LiveServer:
     def __init__(self, engine: str | list[str] = "fake", *, wrapper: list[str] | None = None, **args: Any) -> None:
         self.fake = engine != "real"
         self._command = FAKE_COMMAND if engine == "fake" else None if engine == "real" else list(engine)
-        self._args = {"port": 0, "model": str(DEMO_MODEL), "served_model_name": ["demo"], **args}
+        self._args = {
+            "port": 0,
+            "frontend_processes": 1,
+            "model": str(DEMO_MODEL),
+            "served_model_name": ["demo"],
+            **args,
+        }
         self._wrapper = wrapper or []
         self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in stop()
         self._process: subprocess.Popen[str]
@@ -69,10 +76,14 @@ class LiveServer:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
+    @property
+    def launch(self) -> str:
+        """The argument of the server process."""
+        return json.dumps({"args": self._args, "command": self._command})
+
     def start(self) -> None:
-        launch = json.dumps({"args": self._args, "command": self._command})
         self._process = subprocess.Popen(
-            [*self._wrapper, sys.executable, "-m", "tests.support.live", launch],
+            [*self._wrapper, sys.executable, "-m", "tests.support.live", self.launch],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -151,9 +162,9 @@ class LiveServer:
         assert headers["content-type"].startswith("text/event-stream")
         return events(answer)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, headers: dict[str, str] | None = None) -> dict[str, float]:
         """Every metric of /metrics by sample name, summed over its labels except `le`."""
-        status, text, _ = self.request("/metrics")
+        status, text, _ = self.request("/metrics", headers=headers)
         assert status == 200, text
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text.decode()):
@@ -168,6 +179,11 @@ class LiveServer:
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         running, waiting, used = (values[f"blade_llm:{name}"] for name in names)
         return running, waiting, used
+
+    def front_end_pids(self) -> list[int]:
+        """The first front end's process, then the others'."""
+        children = [child for child in psutil.Process(self.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [self.pid, *(child.pid for child in children if "front_end_process" in " ".join(child.cmdline()))]
 
     def open_fds(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

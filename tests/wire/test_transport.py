@@ -1,6 +1,7 @@
 """The wire: what goes in comes out, what is not a message is dropped, and neither side can hang the other."""
 
 import dataclasses
+import itertools
 import os
 import stat
 import time
@@ -16,13 +17,17 @@ from bladellm_runtime.wire import transport
 from bladellm_runtime.wire.messages import (
     AbortRequests,
     AddRequest,
+    AttachFrontEnd,
     EngineFailed,
     EngineReady,
     EngineStats,
+    FrontEndStuck,
     RequestDelta,
     Shutdown,
     StepOutput,
     TokenLogprobs,
+    front_end_of,
+    request_ids,
 )
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone, open_socket, private_address
 
@@ -44,7 +49,12 @@ params = st.builds(
     ignore_eos=st.booleans(),
 )
 requests = st.builds(AddRequest, ids, tokens, params, st.integers(0, 127), st.floats(0, 1e9))
-front_messages = requests | st.builds(AbortRequests, st.lists(ids, max_size=9)) | st.builds(Shutdown)
+front_messages = (
+    requests
+    | st.builds(AbortRequests, st.lists(ids, max_size=9))
+    | st.builds(AttachFrontEnd, st.integers(1, 64), st.text(max_size=100))
+    | st.builds(Shutdown)
+)
 deltas = st.builds(
     RequestDelta,
     ids,
@@ -55,8 +65,10 @@ deltas = st.builds(
     st.none() | logprobs,
     st.none() | st.floats(0, 1e9),
 )
-engine_messages = st.builds(StepOutput, st.lists(deltas, max_size=5), st.builds(EngineStats)) | st.builds(
-    EngineFailed, st.text(max_size=50), st.integers(1, 255)
+engine_messages = (
+    st.builds(StepOutput, st.lists(deltas, max_size=5), st.builds(EngineStats))
+    | st.builds(EngineFailed, st.text(max_size=50), st.integers(1, 255))
+    | st.builds(FrontEndStuck, st.integers(1, 64))
 )
 
 
@@ -74,8 +86,8 @@ def test_engine_messages_survive_the_wire(message):
 @settings(max_examples=300)
 def test_what_does_not_decode_is_dropped(frame):
     for decode, union in (
-        (transport.decode_front_message, AddRequest | AbortRequests | Shutdown),
-        (transport.decode_engine_message, StepOutput | EngineReady | EngineFailed),
+        (transport.decode_front_message, AddRequest | AbortRequests | AttachFrontEnd | Shutdown),
+        (transport.decode_engine_message, StepOutput | EngineReady | EngineFailed | FrontEndStuck),
     ):
         try:
             expected = msgspec.msgpack.decode(frame, type=union)
@@ -155,6 +167,120 @@ def test_sending_to_nobody_ends_too(monkeypatch):
         send_many(port, StepOutput([], EngineStats()), 2 * transport.HIGH_WATER_MARK)
     port.close()
     folder.cleanup()
+
+
+READY = EngineReady(100, 64, 1000, [1], "cpu", "float32", [], [])
+
+
+class FrontEnd:
+    """A front end's end of the wire."""
+
+    def __init__(self, context, address):
+        self.socket = open_socket(context)
+        self.socket.bind(address)
+
+    def receive(self, seconds=2.0):
+        assert self.socket.poll(int(1000 * seconds)), "no message came"
+        return transport.decode_engine_message(self.socket.recv())
+
+    @property
+    def silent(self):
+        return not self.socket.poll(100)
+
+
+@pytest.fixture
+def several():
+    """Three front ends and their engine's port, which is ready."""
+    address, folder = private_address()
+    context = zmq.Context()
+    fronts = [FrontEnd(context, f"{address}{number}") for number in range(3)]
+    port = EnginePort(f"{address}0")
+    port.send(READY)
+    for number in (1, 2):
+        port.attach(AttachFrontEnd(number, f"{address}{number}"))
+    yield fronts, port, f"{address}-again", context
+    for front in fronts:
+        front.socket.close(linger=0)
+    port.close()
+    context.term()
+    folder.cleanup()
+
+
+def one_id(front_end, start=0):
+    return next(request_ids(front_end, start))
+
+
+def test_ids_differ_by_front_end_and_start_and_name_the_front_end():
+    found = [
+        number for front in range(5) for start in range(5) for number in itertools.islice(request_ids(front, start), 99)
+    ]
+    assert len(set(found)) == len(found)
+    assert [front_end_of(number) for number in found] == [front for front in range(5) for _ in range(5 * 99)]
+    assert one_id(64, 4000) < 2**63, "an integer of msgpack"
+
+
+def test_each_front_end_gets_its_part_of_a_step_in_one_message(several):
+    fronts, port, _, _ = several
+    assert [front.receive() for front in fronts] == [READY] * 3
+    deltas = [RequestDelta(one_id(number, start), [number, start]) for start in range(3) for number in (0, 2)]
+    single = RequestDelta(one_id(1), [1])
+    stats = EngineStats(time=1e9, steps=7)
+    port.send(StepOutput([*deltas, single], stats))
+    shares = [deltas[::2], [single], deltas[1::2]]
+    assert [front.receive() for front in fronts] == [StepOutput(share, stats) for share in shares]
+    stats.time += 0.9 * transport.HEARTBEAT_SECONDS
+    port.send(StepOutput(deltas, stats))
+    assert [fronts[number].receive() for number in (0, 2)] == [StepOutput(shares[number], stats) for number in (0, 2)]
+    assert fronts[1].silent
+    stats.time += 0.2 * transport.HEARTBEAT_SECONDS
+    port.send(StepOutput([deltas[0]], stats))
+    assert fronts[0].receive() == StepOutput([deltas[0]], stats)
+    assert fronts[1].receive() == StepOutput([], stats), "the heartbeat of a front end without requests"
+    assert fronts[2].silent
+
+
+@pytest.mark.parametrize("message", [StepOutput([], EngineStats()), EngineFailed("broken", 3)])
+def test_what_is_no_ones_own_goes_to_all(several, message):
+    fronts, port, _, _ = several
+    port.send(message)
+    assert [[front.receive(), front.receive()] for front in fronts] == [[READY, message]] * 3
+
+
+def test_messages_of_all_front_ends_arrive(several):
+    fronts, port, _, _ = several
+    for number, front in enumerate(fronts):
+        front.socket.send(transport.encode(AbortRequests([number])))
+    received = []
+    while len(received) < 3:
+        batch = port.receive(2.0)
+        assert batch, "the rest never came"
+        received += batch
+    assert sorted(message.request_ids for message in received) == [[0], [1], [2]]
+
+
+def test_a_replaced_front_end_gets_nothing_that_was_meant_for_the_one_before(several):
+    fronts, port, address, context = several
+    fronts[1].socket.close(linger=0)
+    port.send(StepOutput([RequestDelta(one_id(1), [1])], EngineStats()))
+    port.attach(AttachFrontEnd(1, address))
+    fronts[1] = FrontEnd(context, address)
+    assert fronts[1].receive() == READY
+    assert fronts[1].silent
+    mine = StepOutput([RequestDelta(one_id(1, 1), [2])], EngineStats(steps=1))
+    port.send(mine)
+    assert fronts[1].receive() == mine
+
+
+def test_another_front_end_that_stops_reading_holds_nobody_up_and_is_reported_once(several):
+    fronts, port, _, _ = several
+    filler = StepOutput([RequestDelta(one_id(2), list(range(500)))], EngineStats())
+    started = time.monotonic()
+    send_many(port, filler, 3 * transport.HIGH_WATER_MARK)
+    assert time.monotonic() - started < 5
+    assert [fronts[0].receive(), fronts[0].receive()] == [READY, FrontEndStuck(2)]
+    assert fronts[0].silent
+    port.send(StepOutput([RequestDelta(one_id(0), [1])], EngineStats()))
+    assert isinstance(fronts[0].receive(), StepOutput)
 
 
 def test_the_address_lies_where_only_this_user_can_go():

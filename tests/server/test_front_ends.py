@@ -1,0 +1,292 @@
+"""A server of several front-end processes: they share port, engine, limits and metrics, and outlive each other."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+
+from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.errors import ConfigError
+from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
+
+STALLED_ENGINE = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+def connections_of(pid: int, port: int) -> int:
+    """Connections to the port that a process holds."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return sum(item.laddr.port == port and item.status == psutil.CONN_ESTABLISHED for item in found)
+
+
+def streams_by_front_end(server: LiveServer, count: int, tokens: int = 2000) -> dict[int, list[OpenStream]]:
+    """Streams that have begun, by the process that serves them; at least `count`, and one in every process."""
+    found: dict[int, list[OpenStream]] = {pid: [] for pid in server.front_end_pids()}
+    while sum(map(len, found.values())) < count or not all(found.values()):
+        before = {pid: connections_of(pid, server.port) for pid in found}
+        stream = OpenStream(server, {"prompt": "long", "max_tokens": tokens, "ignore_eos": True})
+        stream.read(1)
+        (pid,) = [pid for pid in found if connections_of(pid, server.port) > before[pid]]
+        found[pid].append(stream)
+        assert sum(map(len, found.values())) < 60, "one process takes all connections"
+    return found
+
+
+def close_all(streams: dict[int, list[OpenStream]]) -> None:
+    for stream in [stream for several in streams.values() for stream in several]:
+        stream.close()
+
+
+@pytest.fixture
+def server():
+    with LiveServer(fake_command(step_seconds=0.01, kv_tokens=2**20), frontend_processes=2) as live:
+        yield live
+
+
+async def ask(client: openai.AsyncOpenAI, prompt: str, count: int) -> str:
+    stream = await client.completions.create(
+        model="demo", prompt=prompt, max_tokens=count, stream=True, extra_body={"ignore_eos": True}
+    )
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+def test_64_streams_of_the_openai_client_each_get_their_answer_and_every_process_serves_some(server):
+    async def body() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            answers = asyncio.gather(*(ask(client, f"Stream {i}", 40 + i) for i in range(64)))
+            held: set[int] = set()
+            while not answers.done():
+                await asyncio.sleep(0.05)
+                held |= {pid for pid in server.front_end_pids() if connections_of(pid, server.port) > 0}
+            assert held == set(server.front_end_pids())
+            return await answers
+
+    assert asyncio.run(body()) == [fake_answer(f"Stream {i}", 40 + i) for i in range(64)]
+    until(lambda: server.metrics()["blade_llm:request_success_total"] == 64)
+
+
+def test_a_burst_of_connections_spreads_evenly(server):
+    streams = [OpenStream(server, {"prompt": "long", "max_tokens": 2000, "ignore_eos": True}) for _ in range(60)]
+    until(lambda: server.gauges()[0] == 60)
+    assert all(25 <= connections_of(pid, server.port) <= 36 for pid in server.front_end_pids())
+    for stream in streams:
+        stream.close()
+    until(lambda: server.gauges()[0] == 0)
+
+
+def test_metrics_are_sums_over_the_processes_and_never_go_back(server):
+    def ask_one(number: int) -> None:
+        server.stream("/v1/completions", {"prompt": f"Count {number}", "max_tokens": 30, "ignore_eos": True})
+
+    names = (
+        "generation_tokens_total",
+        "request_success_total",
+        "request_generation_tokens_count",
+        "engine_steps_total",
+    )
+    last = dict.fromkeys(names, 0.0)
+    with ThreadPoolExecutor(9) as pool:
+        asked = [pool.submit(ask_one, number) for number in range(40)]
+        while not all(future.done() for future in asked):
+            values = server.metrics()
+            now = {name: values.get(f"blade_llm:{name}", 0.0) for name in names}
+            assert [name for name in names if now[name] < last[name]] == []
+            last = now
+        assert [future.result() for future in asked] == [None] * 40
+    until(lambda: server.metrics()["blade_llm:request_success_total"] == 40)
+    for _ in range(10):
+        values = server.metrics()
+        assert values["blade_llm:request_success_total"] == 40
+        assert values["blade_llm:request_generation_tokens_count"] == 40
+        assert values["blade_llm:generation_tokens_total"] == 40 * 30
+        assert values["blade_llm:iteration_tokens_total_count"] <= values["blade_llm:engine_steps_total"]
+        assert values["blade_llm:num_requests_open"] == 0
+
+
+def test_limits_hold_for_all_processes_together():
+    with LiveServer(frontend_processes=2, max_running_requests=16, max_queue_size=8) as server:
+        streams = streams_by_front_end(server, 2)
+        left = 24 - sum(map(len, streams.values()))
+        extra = [OpenStream(server, {"prompt": "more", "max_tokens": 2000}) for _ in range(left)]
+        until(lambda: server.metrics()["blade_llm:num_requests_open"] == 24)
+        for _ in range(8):
+            status, answer = server.json("/v1/completions", {"prompt": "too many", "max_tokens": 1})
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+        close_all(streams)
+        for stream in extra:
+            stream.close()
+        until(lambda: server.metrics()["blade_llm:num_requests_open"] == 0)
+
+
+def test_connections_are_limited_for_all_processes_together():
+    with LiveServer(frontend_processes=2, max_connections=20) as server:
+        opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+        until(lambda: sum(connections_of(pid, server.port) for pid in server.front_end_pids()) == 20)
+        answers = [server.json("/health") for _ in range(6)]
+        assert [(status, answer["error"]["message"]) for status, answer in answers] == [
+            (503, "The server has as many connections as it takes; try again later")
+        ] * 6
+        for connection in opened:
+            connection.close()
+        until(lambda: server.request("/health")[0] == 200)
+
+
+def test_keys_are_asked_for_by_all_processes():
+    with LiveServer(frontend_processes=2, api_key=["secret"]) as server:
+        key = {"Authorization": "Bearer secret"}
+        assert [server.request("/v1/models")[0] for _ in range(8)] == [401] * 8
+        assert [server.request("/v1/models", headers=key)[0] for _ in range(8)] == [200] * 8
+        until(lambda: server.metrics(key)["blade_llm:requests_rejected_total"] == 8)
+
+
+def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server):
+    streams = streams_by_front_end(server, 6)
+    first, other = server.front_end_pids()
+    kept = len(streams[first])
+    counted = server.metrics()["blade_llm:client_disconnects_total"]
+    os.kill(other, signal.SIGKILL)
+    with pytest.raises(AssertionError, match="the stream ended early"):
+        streams[other][0].read(10**6)
+    until(lambda: server.gauges()[0] == kept, what="the end of the dead front end's requests in the engine")
+    assert server.metrics()["blade_llm:num_requests_open"] == kept
+    for stream in streams[first]:
+        assert len(completion_text(stream.read(50)).strip()) > 0
+    replacement = until(lambda: [pid for pid in server.front_end_pids()[1:] if pid != other], 20)
+    os.kill(replacement[0], signal.SIGKILL)
+    until(lambda: [pid for pid in server.front_end_pids()[1:] if pid not in (other, *replacement)], 20)
+    close_all(streams)
+    again = streams_by_front_end(server, 2)
+    assert all(again.values()), "the new one serves"
+    close_all(again)
+    until(lambda: server.metrics()["blade_llm:client_disconnects_total"] >= counted + kept + 2)
+    assert server.stop() == 0
+
+
+def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():
+    ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+    with LiveServer("real") as server:
+        expected = completion_text(server.stream("/v1/completions", ask))
+    with LiveServer("real", frontend_processes=2) as server:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: completion_text(server.stream("/v1/completions", ask)), range(16)))
+        assert answers == [expected] * 16
+        streams = streams_by_front_end(server, 4)
+        first, other = server.front_end_pids()
+        os.kill(other, signal.SIGKILL)
+        until(lambda: server.gauges()[0] == len(streams[first]), 10, "the end of the dead front end's requests")
+        assert streams[first][0].read(5)
+        close_all(streams)
+        until(lambda: server.gauges()[0] == 0)
+
+
+def test_a_front_end_that_hangs_is_replaced():
+    command = fake_command(step_seconds=0.0005, kv_tokens=2**20, max_model_len=2**18)
+    with LiveServer(command, frontend_processes=2) as server:
+        streams = streams_by_front_end(server, 2, 2**17)
+        first, other = server.front_end_pids()
+        os.kill(other, signal.SIGSTOP)
+        until(lambda: server.front_end_pids()[1:] not in ([other], []), 60, "its replacement")
+        assert server.json("/health") == (200, {"status": "ok"})
+        assert streams[first][0].read(3)
+        close_all(streams)
+
+
+def test_sigterm_lets_all_processes_finish_their_requests(server):
+    streams = streams_by_front_end(server, 4, 300)
+    pids = server.front_end_pids()
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(server.stop, 40)
+        time.sleep(0.5)
+        for stream in [stream for several in streams.values() for stream in several]:
+            last = stream.rest()[-1]
+            assert last["choices"][0]["finish_reason"] == "length"
+        assert ended.result() == 0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_second_signal_ends_the_requests_of_all_processes(server):
+    streams = streams_by_front_end(server, 4)
+    server.signal(signal.SIGTERM)
+    time.sleep(0.3)
+    server.signal(signal.SIGTERM)
+    for stream in [stream for several in streams.values() for stream in several]:
+        assert stream.rest()[-1]["error"]["code"] == "server_shutting_down"
+    assert server.wait(10) == 0
+
+
+def test_every_process_reports_a_dead_engine(server):
+    streams = streams_by_front_end(server, 4)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    for stream in [stream for several in streams.values() for stream in several]:
+        assert stream.rest()[-1]["error"]["code"] == "engine_dead"
+    answers = [server.json("/health") for _ in range(12)]
+    assert answers == [(503, {"status": "engine_dead"})] * 12
+    pids = server.front_end_pids()
+    assert server.wait(20) == 1
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_all_processes_end_with_the_first(server):
+    processes = [psutil.Process(pid) for pid in (*server.front_end_pids(), server.engine_pid)]
+    server.signal(signal.SIGKILL)
+    assert not psutil.wait_procs(processes, 10)[1]
+
+
+def test_a_front_end_that_cannot_start_ends_the_server_with_its_sentence(tmp_path):
+    server = LiveServer(frontend_processes=2, api_key_file=str(tmp_path / "missing"))
+    with pytest.raises(AssertionError, match="the server did not start") as caught:
+        server.start()
+    assert str(caught.value).count("cannot be read: No such file or directory") == 1
+    assert server.wait() == 2
+    server.stop()
+
+
+def test_an_engine_that_dies_before_all_front_ends_serve_ends_the_start():
+    code = """
+import json, sys, time
+from bladellm_runtime.wire.transport import EnginePort
+from tests.support.fake_engine import FakeSettings, fake_ready
+port = EnginePort(json.loads(sys.stdin.readline())["address"])
+port.send(fake_ready(FakeSettings()))
+port.receive(2.0)
+sys.exit(7)
+"""
+    server = LiveServer([sys.executable, "-c", code], frontend_processes=2)
+    with pytest.raises(AssertionError, match="the engine process exited with 7"):
+        server.start()
+    assert server.wait() == 1
+    server.stop()
+
+
+def test_a_signal_during_the_start_ends_all_processes():
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.live", LiveServer(STALLED_ENGINE, frontend_processes=3).launch],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    ) as server:  # fmt: skip
+        until(lambda: len(psutil.Process(server.pid).children()) == 3, 10)
+        started = psutil.Process(server.pid).children()
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=20)
+        assert server.returncode == 130
+        assert log.strip() == "stopped by a signal before the model was loaded"
+        assert not psutil.wait_procs(started, 5)[1]
+
+
+def test_one_process_for_all_excludes_several_front_ends():
+    with pytest.raises(ConfigError, match="--frontend_processes 2 cannot be used with --disable_frontend_multi"):
+        ServingArgs(disable_frontend_multiprocessing=True, frontend_processes=2)
+    assert ServingArgs(disable_frontend_multiprocessing=True).front_ends == 1
+
+
+@pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (7, 1), (8, 2), (192, 2)])
+def test_the_default_is_as_the_cores_allow(monkeypatch, cores, front_ends):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert ServingArgs().front_ends == front_ends
+    assert ServingArgs(frontend_processes=3).front_ends == 3
