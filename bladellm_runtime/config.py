@@ -6,7 +6,6 @@ YAML keys are the same names again.
 
 import dataclasses
 import math
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -22,8 +21,6 @@ AttnCls = Literal["ragged_flash", "paged"]
 KvCacheQuant = Literal["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
 KvArenaKind = Literal["auto", "memfd", "cuda", "relocating"]
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
-SEVERAL_FRONT_ENDS_CORES = 8
-"""Cores from which on two front-end processes leave enough to the engine, its helpers and whatever else runs."""
 GIB = 1024**3
 MIXED_FORMATS = {
     "mix_f852i4": "int8 or int4_affine",
@@ -187,9 +184,9 @@ class ServingArgs(EngineArgs):
 
     host: str = flag("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.", group="Server")
     port: int = flag(8081, "Port to listen on; 0 picks a free one.", group="Server", low=0, high=65535)
-    frontend_processes: int | None = flag(
-        None,
-        "Processes that answer HTTP on the port, each with its own detokenizer; default: 2 from 8 cores on, else 1.",
+    frontend_processes: int = flag(
+        1,
+        "Processes that answer HTTP on the port, each with its own detokenizer; more where one core is busy with it.",
         group="Server", low=1, high=64,
     )  # fmt: skip
     served_model_name: list[str] = flag([], "Names requests may use; default: the model as given.", group="Server")
@@ -240,21 +237,11 @@ class ServingArgs(EngineArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.disable_frontend_multiprocessing and (self.frontend_processes or 1) > 1:
+        if self.disable_frontend_multiprocessing and self.frontend_processes > 1:
             raise ConfigError(
                 f"--frontend_processes {self.frontend_processes} cannot be used with "
                 "--disable_frontend_multiprocessing, which makes one process of engine and front end"
             )
-
-    @property
-    def front_ends(self) -> int:
-        """`frontend_processes`, or its default on this machine."""
-        if self.disable_frontend_multiprocessing:
-            return 1
-        if self.frontend_processes is not None:
-            return self.frontend_processes
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return 2 if cores >= SEVERAL_FRONT_ENDS_CORES else 1
 
 
 def check_fields(args: Any) -> None:

@@ -53,7 +53,7 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
                 ("dtype", ready.dtype),
                 ("device", ready.device),
                 ("KV cache", ready.kv_cache),
-                *([("front ends", f"{args.front_ends} processes")] if args.front_ends > 1 else []),
+                *([("front ends", f"{args.frontend_processes} processes")] if args.frontend_processes > 1 else []),
             ]
         ),
         "memory",

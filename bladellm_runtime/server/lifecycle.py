@@ -67,7 +67,7 @@ async def _serve_first(
     args: ServingArgs, model_folder: Path, listener: socket.socket, on_ready: OnReady | None, engine_command: list[str]
 ) -> int:
     """Run the first front end, with all that is its to start."""
-    front_ends = FrontEnds(args, model_folder, listener, args.front_ends)
+    front_ends = FrontEnds(args, model_folder, listener, args.frontend_processes)
     return await FirstServer(args, model_folder, listener, engine_command, front_ends).run(on_ready)
 
 

@@ -282,11 +282,4 @@ def test_a_signal_during_the_start_ends_all_processes():
 def test_one_process_for_all_excludes_several_front_ends():
     with pytest.raises(ConfigError, match="--frontend_processes 2 cannot be used with --disable_frontend_multi"):
         ServingArgs(disable_frontend_multiprocessing=True, frontend_processes=2)
-    assert ServingArgs(disable_frontend_multiprocessing=True).front_ends == 1
-
-
-@pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (7, 1), (8, 2), (192, 2)])
-def test_the_default_is_as_the_cores_allow(monkeypatch, cores, front_ends):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert ServingArgs().front_ends == front_ends
-    assert ServingArgs(frontend_processes=3).front_ends == 3
+    assert ServingArgs().frontend_processes == 1

@@ -50,7 +50,6 @@ class LiveServer:
         self._command = FAKE_COMMAND if engine == "fake" else None if engine == "real" else list(engine)
         self._args = {
             "port": 0,
-            "frontend_processes": 1,
             "model": str(DEMO_MODEL),
             "served_model_name": ["demo"],
             **args,
