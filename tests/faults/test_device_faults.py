@@ -46,7 +46,7 @@ def ask_beside(server: LiveServer, folder, fault_prompt: list[int]) -> tuple[int
     return answer
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_row_40_a_step_without_memory_is_done_in_smaller_ones(demo_model, overlap):
     with faulty("short", "cpu", disable_overlap=not overlap) as server:
         status, answer = ask_beside(server, demo_model, LONG_PROMPT)
@@ -75,7 +75,7 @@ def test_row_40_a_request_that_fits_no_step_is_answered_503(demo_model):
         ("illegal", "the GPU failed (CUDA error: an illegal memory access was encountered); start it again"),
     ],
 )
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_40_and_41_an_engine_that_cannot_go_on_ends(fault, sentence, overlap):
     with faulty(fault, "cpu", disable_overlap=not overlap) as server:
         assert_ends(server, sentence)

@@ -36,6 +36,7 @@ def measured(folder) -> dict[str, float]:
     return {row["case"]: row["value"] for row in json.loads((folder / "results.json").read_text())}
 
 
+@pytest.mark.slow
 def test_parts_of_a_shape_share_an_engine_and_join_what_was_measured(tmp_path):
     done = bench(tmp_path, "--parts", "decode", "prefill", "offline", "--engine_flags", ENGINE_FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,6 +58,7 @@ def test_recipes_are_of_flags_that_exist(recipe, name):
     assert read_recipe(str(ROOT / "recipes" / recipe), cli.COMMANDS[name].flags)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_server_and_a_peer_get_the_same_requests(tmp_path):
     """Both are this project's server, started, measured and stopped one after the other."""
