@@ -149,7 +149,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
     """
     rng = random.Random()
     shape = {"dtype": "float32", "device": "cpu", "max_model_len": 152, "max_running_requests": 8}
-    gib = 170 * token_bytes(demo_model) / GIB
+    gib = 160 * token_bytes(demo_model) / GIB
     requests, found = None, []
     for way in ({**SIZES, "kv_cache_gib": gib}, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()

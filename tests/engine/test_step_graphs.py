@@ -124,7 +124,10 @@ class KernelState(SamplingState):
 
 
 def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddRequest]:
-    """Greedy ones, and ones that the captured sampling does not cover; beginnings are shared."""
+    """Greedy ones, and ones that the captured sampling does not cover; beginnings are shared.
+
+    The last six share nothing and ask for much: beside each other some have to give way.
+    """
     shared = [rng.randrange(vocab) for _ in range(40)]
     ways = [{"temperature": 0.0}] * 4 + [
         {"temperature": 0.9, "top_p": 0.9},
@@ -134,8 +137,11 @@ def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddReque
     ]
     requests = []
     for index in range(count):
-        prompt = shared[: rng.choice((0, 20, 40))] + [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
-        params = SamplingParams(max_tokens=rng.choice((5, 12, 70)), seed=index, ignore_eos=True, **rng.choice(ways))
+        large = index >= count - 6
+        beginning = shared[: 0 if large else rng.choice((0, 20, 40))]
+        prompt = beginning + [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
+        answer = 70 if large else rng.choice((5, 12, 70))
+        params = SamplingParams(max_tokens=answer, seed=index, ignore_eos=True, **rng.choice(ways))
         requests.append(AddRequest(index, prompt, params, 0, time.monotonic()))
     return requests
 

@@ -186,6 +186,7 @@ def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a
         until(lambda: server.gauges()[0] == 0)
 
 
+@pytest.mark.slow
 def test_a_front_end_that_hangs_is_replaced():
     command = fake_command(step_seconds=0.0005, kv_tokens=2**20, max_model_len=2**18)
     with LiveServer(command, frontend_processes=2) as server:

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -181,8 +182,12 @@ class LiveServer:
 
     def front_end_pids(self) -> list[int]:
         """The first front end's process, then the others'."""
-        children = [child for child in psutil.Process(self.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
-        return [self.pid, *(child.pid for child in children if "front_end_process" in " ".join(child.cmdline()))]
+        found = [self.pid]
+        for child in psutil.Process(self.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it may end while it is looked at; a zombie has no command line
+                if "front_end_process" in " ".join(child.cmdline()):
+                    found.append(child.pid)
+        return found
 
     def open_fds(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

@@ -61,6 +61,7 @@ def test_parts_of_a_shape_share_an_engine_and_join_what_was_measured(tmp_path):
     assert all(line.count("|") == 11 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path):
     flags = ("--parts", "decode", "long", "--engine_flags", f"{ENGINE_FLAGS} --kv_cache_gib 0.0001")
     done = bench(tmp_path, *flags)

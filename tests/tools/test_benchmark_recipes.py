@@ -27,7 +27,10 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     "flags",
     [
         ("--device", "cpu", "--kv_cache_gib", "0.002", "--swap_gib", "0.001"),
-        ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0", "--attn_cls", "paged"),
+        pytest.param(
+            ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0", "--attn_cls", "paged"),
+            marks=pytest.mark.slow,
+        ),
         ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0.001", "--kv_cache_quant", "int8"),
     ],
 )

@@ -84,6 +84,7 @@ def test_a_server_and_a_peer_get_the_same_requests(tmp_path):
     assert (tmp_path / "out" / "closed" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_start_is_named(tmp_path):
     short = "--duration 0.1 --warmup 0 --input_len 4 --output_len 2 --min_requests 2"
     flags = [
