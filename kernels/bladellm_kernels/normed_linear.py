@@ -5,30 +5,20 @@ A decoder layer is `normed_linear` (QKV), rotary embedding and attention, `linea
 elsewhere, of other types and of many rows PyTorch's operators give the same.
 """
 
-from functools import cache
-from pathlib import Path
-
 import torch
 
 from bladellm_kernels.delayed_norm import DelayedNorm, check_norm_weight, delayed_norm
 from bladellm_kernels.linear import check_arguments, linear, linear_silu_mul
-from bladellm_kernels.linear_schedules import MAX_ROWS, HopperSchedule, ScheduleTable, load_table
+from bladellm_kernels.linear_schedules import MAX_ROWS, HopperSchedule, ScheduleTable
 
-_given_table: ScheduleTable | None = None
+_table = ScheduleTable()
+"""By default the rule for shapes that nobody measured serves them all."""
 
 
 def use_norms_table(table: ScheduleTable | None) -> None:
-    """Take schedules from this table from now on; None for the one measured on the device, the default."""
-    global _given_table
-    _given_table = table
-
-
-@cache
-def measured_norms_table(device: torch.device) -> ScheduleTable:
-    """What the benchmark measured on a GPU of this name, `schedules/normed_linear_*.json`, or an empty table."""
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "_")
-    path = Path(__file__).parent / "schedules" / f"normed_linear_{name}.json"
-    return load_table(path) if path.exists() else ScheduleTable()
+    """Take schedules from this table from now on; None for the default."""
+    global _table
+    _table = table or ScheduleTable()
 
 
 def norms_schedule(rows: int, weight: torch.Tensor, gated: bool = False) -> HopperSchedule | None:
@@ -38,8 +28,7 @@ def norms_schedule(rows: int, weight: torch.Tensor, gated: bool = False) -> Hopp
     """
     if not weight.is_cuda or not 0 < rows <= MAX_ROWS or not _takes(weight, weight):
         return None
-    table = _given_table or measured_norms_table(weight.device)
-    return table.choose_with_norms(rows, len(weight) // (1 + gated), weight.shape[1], gated)
+    return _table.choose_with_norms(rows, len(weight) // (1 + gated), weight.shape[1], gated)
 
 
 def normed_linear(
