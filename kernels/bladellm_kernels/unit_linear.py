@@ -9,12 +9,14 @@ from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.ring_launch import launch_ring
 from bladellm_kernels.row_blocks import block_slices
 from bladellm_kernels.stream_units_gluon import stream_units_kernel
 from bladellm_kernels.unit_schedules import (
     Dense,
     Gemv,
     ManyTokens,
+    Ring,
     Schedule,
     Streamed,
     round_share,
@@ -52,6 +54,8 @@ def unit_linear(
         _streamed(x, weight, bias, y, chosen)
     elif isinstance(chosen, ManyTokens):
         _many_tokens(x, weight, bias, y, chosen)
+    elif isinstance(chosen, Ring):
+        launch_ring(x, weight, _arguments(weight), _shape(weight, 1, x), bias, y, chosen)
     else:
         _dense(x, weight, bias, y, chosen)
     return y

@@ -79,7 +79,25 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = Gemv | Streamed | ManyTokens | Dense
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """`ring_units_kernel`: tiles of `outputs` (64, 128 or 256, at least 16 · warps), `steps` steps and `tokens`, of
+    which `stages` are on their way, divided evenly among programs_per_sm programs a multiprocessor.
+
+    warps: 4 or 8. late: with how many tiles to go a program lets the next kernel start, 0 for at once. fold: as above.
+    """
+
+    outputs: int
+    tokens: int
+    warps: int
+    stages: int
+    steps: int = 2
+    programs_per_sm: int = 1
+    late: int = 0
+    fold: bool = False
+
+
+Schedule = Gemv | Streamed | ManyTokens | Dense | Ring
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""

@@ -1,0 +1,251 @@
+"""The linear layer of a `UnitWeight` for Hopper: codes come by the copy engine and become tensor-core operands.
+
+As in `linear_hopper`, a program fills a ring of tiles in shared memory before its inputs are ready, the product is
+transposed and its tiles divided evenly among the programs. The left operand is the weight, in registers: matrices of
+units are read from shared memory in the order in which a product wants them, and turned into numbers there; the right
+operand is x as it lies in memory.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
+from bladellm_kernels.linear_sums_hopper import block_segments, finish, join_segments, sums_layout, zeros
+from bladellm_kernels.ring_factors_hopper import block_factors, load_factors, prefetch_factors
+from bladellm_kernels.ring_tiles_hopper import TILE_ROWS, UNITS, Cursor, Source, fetch_units, fetch_x, new_ring
+from bladellm_kernels.weight_units_triton import unit_parts
+
+
+class Place(NamedTuple):
+    """The stage that is read next and the parity of the ring's turn, and the tiles that are copied next."""
+
+    stage: gl.tensor
+    turn: gl.tensor
+    units: Cursor
+    numbers: Cursor
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def units_layout(warps: int, outputs: int) -> gl.DistributedLinearLayout:
+    """Of the units of a step, [tiles, 64, 32], in registers: as a product's left operand [outputs, 32] lies."""
+    rows = [_row_basis(row) for row in (1 << bit for bit in range(4, outputs.bit_length() - 1))]
+    in_warps = warps.bit_length() - 1
+    registers = [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], *rows[in_warps:]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, rows[:in_warps], [], [outputs // 64, 64, 32])
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _row_basis(row: int) -> list[int]:
+    return [row // 64, row % 64, 0]
+
+
+@gluon.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def ring_units_kernel(
+    x: tma.tensor_descriptor,
+    codes: tma.tensor_descriptor,
+    weight: gl.tuple,
+    bias: gl.tensor | None,
+    y: gl.tensor,
+    partial: gl.tensor,
+    arrived: gl.tensor,
+    tokens: gl.tensor,
+    outputs: gl.tensor,
+    y_stride: gl.tensor,
+    SHAPE: gl.constexpr,
+    TILE: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    FOLD: gl.constexpr,
+    EARLY: gl.constexpr,
+) -> None:
+    """Program (p, j) takes tiles [p · T / P, (p + 1) · T / P) of T, counted along K and then along the outputs, for
+    tokens [TILE.rows · j, TILE.rows · (j + 1)). A tile is TILE.inputs long, some steps.
+
+    x: [tokens, columns]. codes: int16 [tiles, steps · 64, 32]. partial: float32, two slots of a tile's sums a program;
+    arrived: int32, zeros, one of every j and block of outputs. FOLD: scales are multiplied into the codes and rounded
+    to x's type.
+    """
+    let_next_start(EARLY and TILE.late == 0)
+    length = gl.cdiv(weight.steps, TILE.inputs // SHAPE.step)
+    blocks = gl.cdiv(outputs, TILE.outputs)
+    total = blocks * length
+    begin, end = _first_tile(gl.program_id(0), total), _first_tile(gl.program_id(0) + 1, total)
+    first_token = gl.program_id(1) * TILE.rows
+    source = Source(x, first_token, codes, length)
+    ring = new_ring(y.dtype.element_ty, TILE)
+    STAGES: gl.constexpr = TILE.stages
+    units = Cursor(begin // length, begin % length, end - begin)
+    for stage in gl.static_range(STAGES):
+        units = fetch_units(source, ring, stage, units, TILE)
+    prefetch_factors(weight, begin, end, length, SHAPE, TILE)
+    wait_for_inputs(EARLY)
+    numbers = Cursor(begin // length, begin % length, end - begin)
+    for stage in gl.static_range(STAGES):
+        numbers = fetch_x(source, ring, stage, numbers, TILE)
+    partial += gl.program_id(1).to(gl.int64) * gl.num_programs(0) * (2 * TILE.outputs * TILE.rows)
+    y += first_token.to(gl.int64) * y_stride
+    place = Place(0, 0, units, numbers)
+    tile = begin
+    while tile < end:
+        block = tile // length
+        stop = gl.minimum((block + 1) * length, end)
+        # Here, while tiles are on their way, and not behind the last one.
+        lowest, segments = block_segments(block, length, total)
+        late = gl.maximum(end - TILE.late, begin)
+        sums, place = _multiply_block(weight, source, ring, place, block, tile, stop, late, SHAPE, FOLD, EARLY, TILE)
+        added: gl.tuple = (sums,)
+        last = True
+        if SEGMENTS > 1:
+            counter = arrived + (gl.program_id(1) * blocks + block)
+            added, last = join_segments(added, partial, counter, lowest, segments, SEGMENTS, TILE)
+        if last:
+            finish(added, bias, None, y, block, tokens - first_token, outputs, 0, y_stride, TILE)
+        tile = stop
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _first_tile(program: gl.tensor, total: gl.tensor) -> gl.tensor:
+    return program * total // gl.num_programs(0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _multiply_block(
+    weight: gl.tuple,
+    source: gl.tuple,
+    ring: gl.tuple,
+    place: gl.tuple,
+    block: gl.tensor,
+    tile: gl.tensor,
+    stop: gl.tensor,
+    late: gl.tensor,
+    SHAPE: gl.constexpr,
+    FOLD: gl.constexpr,
+    EARLY: gl.constexpr,
+    TILE: gl.constexpr,
+) -> gl.tuple:
+    """The sums of tiles [tile, stop) of a block of outputs, and the place in the ring behind them. late: the tile with
+    which the next kernel may start."""
+    STAGES: gl.constexpr = TILE.stages
+    stage, turn, units, numbers = place
+    first = tile - block * source.length
+    factors = block_factors(weight, block, SHAPE, FOLD, TILE)
+    loaded = load_factors(factors, weight.steps, first, SHAPE, TILE)
+    sums = zeros(TILE)[0]
+    for each in range(tile, stop):
+        if EARLY and TILE.late > 0 and each == late:
+            let_next_start(True)
+        after = gl.minimum(each + 1, stop - 1) - block * source.length
+        later = load_factors(factors, weight.steps, after, SHAPE, TILE)
+        sums = _add_products(sums, ring, stage, turn, loaded, SHAPE, FOLD, TILE)
+        loaded = later
+        # All warps have read the stage that is filled again.
+        gl.thread_barrier()
+        units = fetch_units(source, ring, stage, units, TILE)
+        numbers = fetch_x(source, ring, stage, numbers, TILE)
+        turn ^= stage == STAGES - 1
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    if SHAPE.group_steps == 0:
+        sums *= loaded[0][0].to(gl.float32)[:, None]
+    return sums, Place(stage, turn, units, numbers)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _add_products(
+    sums: gl.tensor,
+    ring: gl.tuple,
+    stage: gl.tensor,
+    turn: gl.tensor,
+    factors: gl.tuple,
+    SHAPE: gl.constexpr,
+    FOLD: gl.constexpr,
+    TILE: gl.constexpr,
+) -> gl.tensor:
+    """Sums plus the product of a stage, as soon as its tile is here, in the ring's turn of that parity; scaled unless
+    the weight has one group. factors: scales and zero points of each group of each step."""
+    STEPS: gl.constexpr = TILE.steps
+    mbarrier.wait(ring.barriers.index(stage), turn)
+    for step in gl.static_range(STEPS):
+        parts = _operands(ring, stage, step, factors, SHAPE, FOLD, TILE)
+        columns = ring.numbers.index(stage).slice(step * SHAPE.step, SHAPE.step, 1)
+        if FOLD or SHAPE.group_steps == 0:
+            sums = _add_parts(sums, parts, columns, True, SHAPE)
+        else:
+            sums = _add_groups(sums, parts, columns, factors, step, SHAPE, TILE)
+    if FOLD or SHAPE.group_steps == 0:
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    return sums
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _add_groups(
+    sums: gl.tensor,
+    parts: gl.tuple,
+    columns: gl.shared_memory_descriptor,
+    factors: gl.tuple,
+    step: gl.constexpr,
+    SHAPE: gl.constexpr,
+    TILE: gl.constexpr,
+) -> gl.tensor:
+    """Sums plus the products of each group of a step, times its scale."""
+    GROUPS: gl.constexpr = SHAPE.groups_per_step
+    SIZE: gl.constexpr = SHAPE.group_parts
+    for group in gl.static_range(GROUPS):
+        inside = columns.slice(group * SIZE * UNITS, SIZE * UNITS, 1)
+        product = _add_parts(zeros(TILE)[0], parts[group * SIZE : (group + 1) * SIZE], inside, False, SHAPE)
+        product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+        sums += product * factors[0][step * GROUPS + group].to(gl.float32)[:, None]
+    return sums
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _add_parts(
+    sums: gl.tensor,
+    parts: gl.tuple,
+    columns: gl.shared_memory_descriptor,
+    ADD: gl.constexpr,
+    SHAPE: gl.constexpr,
+) -> gl.tensor:
+    """Sums, where ADD, plus the products of parts and their inputs, on their way."""
+    PARTS: gl.constexpr = len(parts)
+    for part in gl.static_range(PARTS):
+        right = columns.slice(part * UNITS, UNITS, 1).permute((1, 0))
+        sums = warpgroup_mma(parts[part], right, sums, use_acc=ADD or part > 0, is_async=True)
+    return sums
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _operands(
+    ring: gl.tuple,
+    stage: gl.tensor,
+    step: gl.constexpr,
+    factors: gl.tuple,
+    SHAPE: gl.constexpr,
+    FOLD: gl.constexpr,
+    TILE: gl.constexpr,
+) -> gl.tuple:
+    """The parts of the units of a step of a stage as left operands, `code - zero` each, FOLD: times its scale."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_layout(TILE), k_width=2)
+    GROUPS: gl.constexpr = SHAPE.groups_per_step
+    PARTS: gl.constexpr = SHAPE.parts
+    OUTPUTS: gl.constexpr = TILE.outputs
+    matrices = ring.units.index(stage).slice(step * TILE_ROWS, TILE_ROWS, 1)
+    units = gl.reshape(matrices.load(units_layout(TILE.warps, OUTPUTS)), [OUTPUTS, UNITS])
+    units = gl.convert_layout(units, LEFT, assert_trivial=True)
+    points: gl.tuple = ()
+    for part in gl.static_range(4):
+        if SHAPE.has_zeros:
+            zero = factors[1][step * GROUPS + part // SHAPE.group_parts].to(gl.int32)
+            points += (zero[:, None] + (units & 0).to(gl.int32),)
+        else:
+            points += (gl.full([OUTPUTS, UNITS], 8, gl.int32, LEFT),)
+    parts = unit_parts(units, points, ring.numbers.dtype, SHAPE)
+    if FOLD and SHAPE.group_steps != 0:
+        folded: gl.tuple = ()
+        for part in gl.static_range(PARTS):
+            scale = factors[0][step * GROUPS + part // SHAPE.group_parts]
+            folded += (parts[part] * scale.to(ring.numbers.dtype)[:, None],)
+        parts = folded
+    return parts
