@@ -165,39 +165,42 @@ def _add_products(
 ) -> gl.tensor:
     """Sums plus the product of a stage, as soon as its tile is here, in the ring's turn of that parity; scaled unless
     the weight has one group. factors: scales and zero points of each group of each step."""
-    STEPS: gl.constexpr = TILE.steps
     mbarrier.wait(ring.barriers.index(stage), turn)
-    for step in gl.static_range(STEPS):
-        parts = _operands(ring, stage, step, factors, SHAPE, FOLD, TILE)
-        columns = ring.numbers.index(stage).slice(step * SHAPE.step, SHAPE.step, 1)
-        if FOLD or SHAPE.group_steps == 0:
-            sums = _add_parts(sums, parts, columns, True, SHAPE)
-        else:
-            sums = _add_groups(sums, parts, columns, factors, step, SHAPE, TILE)
     if FOLD or SHAPE.group_steps == 0:
+        STEPS: gl.constexpr = TILE.steps
+        for step in gl.static_range(STEPS):
+            parts = _operands(ring, stage, step, factors, SHAPE, FOLD, TILE)
+            columns = ring.numbers.index(stage).slice(step * SHAPE.step, SHAPE.step, 1)
+            sums = _add_parts(sums, parts, columns, True)
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    else:
+        sums = _add_groups(sums, ring, stage, factors, SHAPE, TILE)
     return sums
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _add_groups(
-    sums: gl.tensor,
-    parts: gl.tuple,
-    columns: gl.shared_memory_descriptor,
-    factors: gl.tuple,
-    step: gl.constexpr,
-    SHAPE: gl.constexpr,
-    TILE: gl.constexpr,
+    sums: gl.tensor, ring: gl.tuple, stage: gl.tensor, factors: gl.tuple, SHAPE: gl.constexpr, TILE: gl.constexpr
 ) -> gl.tensor:
-    """Sums plus the products of each group of a step, times its scale."""
+    """Sums plus the products of each group of a stage times its scale, each waited for behind the next operands."""
+    STEPS: gl.constexpr = TILE.steps
     GROUPS: gl.constexpr = SHAPE.groups_per_step
     SIZE: gl.constexpr = SHAPE.group_parts
-    for group in gl.static_range(GROUPS):
-        inside = columns.slice(group * SIZE * UNITS, SIZE * UNITS, 1)
-        product = _add_parts(zeros(TILE)[0], parts[group * SIZE : (group + 1) * SIZE], inside, False, SHAPE)
-        product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
-        sums += product * factors[0][step * GROUPS + group].to(gl.float32)[:, None]
-    return sums
+    product = zeros(TILE)[0]
+    for step in gl.static_range(STEPS):
+        parts = _operands(ring, stage, step, factors, SHAPE, False, TILE)
+        for group in gl.static_range(GROUPS):
+            if step * GROUPS + group > 0:
+                sums = _add_scaled(sums, product, factors[0][step * GROUPS + group - 1])
+            columns = ring.numbers.index(stage).slice(step * SHAPE.step + group * SIZE * UNITS, SIZE * UNITS, 1)
+            product = _add_parts(zeros(TILE)[0], parts[group * SIZE : (group + 1) * SIZE], columns, False)
+    return _add_scaled(sums, product, factors[0][STEPS * GROUPS - 1])
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _add_scaled(sums: gl.tensor, product: gl.tensor, scale: gl.tensor) -> gl.tensor:
+    """Sums plus a product that may still be on its way, times the scale of each output."""
+    return sums + warpgroup_mma_wait(num_outstanding=0, deps=(product,)) * scale.to(gl.float32)[:, None]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -206,7 +209,6 @@ def _add_parts(
     parts: gl.tuple,
     columns: gl.shared_memory_descriptor,
     ADD: gl.constexpr,
-    SHAPE: gl.constexpr,
 ) -> gl.tensor:
     """Sums, where ADD, plus the products of parts and their inputs, on their way."""
     PARTS: gl.constexpr = len(parts)
