@@ -9,16 +9,15 @@ import torch
 
 @dataclass
 class Described:
-    """A matrix as the engine reads it in tiles, zero outside."""
+    """A tensor as the engine reads it in tiles, zero outside."""
 
     data: torch.Tensor
 
-    def tile(self, first_row: int, first_column: int, shape: torch.Size) -> torch.Tensor:
-        assert first_row >= 0
-        assert first_column >= 0
+    def tile(self, first: list[int], shape: torch.Size) -> torch.Tensor:
+        assert min(first) >= 0
         tile = torch.zeros(shape, dtype=self.data.dtype)
-        inside = self.data[first_row : first_row + shape[0], first_column : first_column + shape[1]]
-        tile[: inside.shape[0], : inside.shape[1]] = inside
+        inside = self.data[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
+        tile[tuple(map(slice, inside.shape))] = inside
         return tile
 
 
@@ -65,10 +64,10 @@ class CopyEngine:
         if not pred:
             return
         barrier = self.barriers[place.data.data_ptr()]
-        row, column = (int(each) for each in first)
+        corner = [int(each) for each in first]
 
         def work() -> None:
-            buffer.data.copy_(described.tile(row, column, buffer.data.shape))
+            buffer.data.copy_(described.tile(corner, buffer.data.shape))
             barrier.arrive(buffer.data.numel() * buffer.data.element_size())
 
         if self.late:

@@ -63,10 +63,14 @@ class Shared:
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.shape = data.shape
+        self.dtype = data.dtype
 
     def index(self, place) -> "Shared":
         assert 0 <= int(place) < self.shape[0]
         return Shared(self.data[int(place)])
+
+    def slice(self, start, length, dim=0) -> "Shared":
+        return Shared(self.data.narrow(dim, int(start), length))
 
     def permute(self, order) -> "Shared":
         return Shared(self.data.permute(order))
@@ -152,7 +156,7 @@ class Machine:
         assert self.waited, "kernels before this one may still read what it adds to"
         return pointer.add(value)
 
-    def assembly(self, text: str, constraints: str, values: list, **options) -> torch.Tensor:
+    def assembly(self, text: str, constraints: str, values: list, *types, **options) -> torch.Tensor:
         self.assembled.append(values)
         return values[0]
 
@@ -170,14 +174,15 @@ class Machine:
             store=self.store,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            where=lambda condition, x, y: torch.where(condition, x, y),
+            where=lambda *values: torch.where(*map(torch.as_tensor, values)),
             maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
             minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
             max=lambda value, axis: value.amax(axis),
             sum=lambda value, axis: value.sum(axis),
             reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
+            split=lambda value: value.unbind(-1),
             exp=torch.exp, rsqrt=torch.rsqrt, exp2=torch.exp2, log2=torch.log2, static_range=range,
-            convert_layout=lambda value, layout: value,
+            convert_layout=lambda value, layout, assert_trivial=False: value,
             thread_barrier=lambda: None,
             allocate_shared_memory=_poisoned,
             inline_asm_elementwise=self.assembly,
