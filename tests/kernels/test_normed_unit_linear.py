@@ -1,8 +1,6 @@
 """Unit weights with norms, gates and the residual in their kernels: run in Python, compiled, and on a GPU."""
 
 import dataclasses
-import itertools
-import random
 import re
 from functools import partial
 
@@ -15,6 +13,7 @@ from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.hopper import compiled_launches, spilled
 from tests.kernels.test_unit_linear import MIDDLE, layer
+from tests.kernels.units_in_python import run_units_in_python
 
 pytest.importorskip("triton")
 
@@ -44,56 +43,10 @@ GATED = [
 ]
 
 
-def copy_all(targets, values) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
-
-
-class InPython:
-    """Stands for a kernel: its programs are run in Python, in random order; what other kernels write is NaN until one
-    waits for it."""
-
-    def __init__(self, kernel, inputs, late_copies) -> None:
-        self.kernel, self.inputs, self.late_copies = kernel, inputs, late_copies
-
-    def __getitem__(self, grid):
-        from tests.kernels.gluon_support import run_program
-
-        def launch(*arguments, num_warps, EARLY, maxnreg=None, **constants) -> None:
-            programs = list(itertools.product(*map(range, grid)))
-            for program in random.sample(programs, len(programs)):
-                values = [each.clone() for each in self.inputs]
-                for each in self.inputs:
-                    each.fill_(torch.nan)
-                run_program(
-                    self.kernel, program, self.late_copies, *arguments, programs=grid[0], EARLY=True,
-                    on_wait=partial(copy_all, self.inputs, values), **constants,
-                )  # fmt: skip
-
-        return launch
-
-
 @pytest.fixture(params=[False, True], ids=["early copies", "late copies"])
 def in_python(monkeypatch, request):
     """A function that makes kernels run in Python from now on, given the tensors that other kernels write."""
-    from bladellm_kernels import ring_launch, unit_launch
-
-    from tests.kernels.gluon_copy_engine import Described
-
-    def prepare(*inputs) -> None:
-        for module, name in (
-            (unit_launch, "gemv_units_kernel"), (unit_launch, "stream_units_kernel"), (ring_launch, "ring_units_kernel")
-        ):  # fmt: skip
-            monkeypatch.setattr(module, name, InPython(getattr(module, name), inputs, request.param))
-
-    count = random.randint(1, 9)
-    monkeypatch.setattr(unit_launch, "multiprocessors", lambda device: count)
-    monkeypatch.setattr(ring_launch, "multiprocessors", lambda device: count)
-    monkeypatch.setattr(ring_launch, "described", lambda matrix, *block: Described(matrix))
-    monkeypatch.setattr(
-        ring_launch, "_described_units", lambda weight, tile: Described(ring_launch.units_by_part(weight, tile.parts))
-    )
-    return prepare
+    return partial(run_units_in_python, monkeypatch, request.param)
 
 
 def normed(tokens, columns, device="cpu") -> DelayedNorm:
