@@ -40,6 +40,18 @@ def test_units_hold_every_code_and_scale(rows, columns, groups, bits):
         assert torch.equal(weight.zeros[row // 64, column // per_scale, row % 64], zeros[:, column // size])
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (640, 896), (1152, 512)])
+def test_whole_tiles_take_no_more_than_their_codes_and_scales(rows, columns):
+    """Shapes of real models are multiples of 128; counters are for each tile of 64 outputs."""
+    for bits, zeros in ((4, True), (8, False)):
+        weight = pack_units(*layer(rows, columns, columns // 128, bits, zeros), bits)
+        groups = rows * columns // 128
+        assert weight.codes.nbytes == rows * columns * bits // 8
+        assert weight.scales.nbytes == 2 * groups
+        assert weight.zeros is None or weight.zeros.nbytes == groups
+        assert weight.arrived.nbytes <= 16 * rows // 64
+
+
 def test_scales_that_need_32_bits_keep_them():
     codes, _, _ = layer(3, 64, 2, 4, zeros=False)
     assert pack_units(codes, torch.rand(3, 2) + 1e-3, None, 4).scales.dtype == torch.float32
