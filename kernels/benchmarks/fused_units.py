@@ -45,14 +45,14 @@ CANDIDATES: dict[int, dict[Kind, str]] = {
     16: {
         "middle": "ring:64,16,4,4,2,2 ring:64,16,4,4,2 gemv:64,4,1,16,2,2",
         "small": "ring:64,16,4,4,2,2 ring:64,16,4,4,2 gemv:64,4,1,16,2,2",
-        "wide": "ring:64,16,4,4,2 ring:64,16,4,6,1,2 ring:128,16,8,2,2 stream:16,16,2,1,16",
+        "wide": "ring:64,16,4,4,2 ring:64,16,4,2,4,2 ring:64,16,4,6,1,2 ring:128,16,8,2,2 stream:16,16,2,1,16",
         "long": "ring:64,16,4,4,2,2 ring:64,16,4,6,2 stream:16,16,2,1,16",
     },
     32: {
-        "middle": "ring:64,32,4,4,2 ring:128,32,8,3,2 gemv:64,4,1,32,2,1",
+        "middle": "ring:64,32,4,4,2 ring:64,32,4,2,4,2 gemv:64,4,1,32,2,1",
         "small": "ring:64,32,4,4,2,2 ring:64,32,4,4,2",
         "wide": "ring:64,32,4,3,2 ring:64,32,4,5,1,2 ring:128,32,8,2,2",
-        "long": "ring:64,32,4,4,2 ring:128,32,8,3,2 gemv:64,4,1,32,2,1",
+        "long": "ring:64,32,4,4,2 ring:64,32,4,2,4,2 gemv:64,4,1,32,2,1",
     },
 }
 """By the largest number of tokens."""

@@ -83,8 +83,9 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """`ring_units_kernel`: tiles of `outputs` (64, 128 or 256, at least 16 · warps), `steps` steps and `tokens`, of
-    which `stages` are on their way, divided evenly among programs_per_sm programs a multiprocessor.
+    """`ring_units_kernel`: tiles of `outputs` (64, 128 or 256, at least 16 · warps; of the gate and again of what it
+    multiplies), `steps` steps and `tokens`, of which `stages` are on their way, divided evenly among programs_per_sm
+    programs a multiprocessor.
 
     warps: 4 or 8. late: with how many tiles to go a program lets the next kernel start, 0 for at once. fold: as above.
     """

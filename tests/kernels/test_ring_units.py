@@ -115,6 +115,25 @@ def test_codes_go_through_shared_matrices_into_registers(groups, zeros, schedule
     assert kernel.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.parametrize("columns", [8, 77, 643, 1152, 1155])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_every_shape_can_be_described_to_the_copy_engine(tokens, columns):
+    """Strides and addresses of whole 16 bytes, of x from a part of wider rows and of units in one or two parts."""
+    from bladellm_kernels.linear_hopper import described
+    from bladellm_kernels.ring_factors_hopper import UnitTile
+    from bladellm_kernels.ring_launch import _described_units, _readable
+
+    for first in (0, 3, 8):
+        x = torch.randn(tokens, columns + 11).bfloat16()[:, first : first + columns]
+        found = described(_readable(x), 8, 64)
+        assert torch.equal(found.base, x)
+        assert found.shape == [tokens, columns]
+    weight = pack_units(*layer(130, columns, 1, 4, False), 4)
+    for parts in (1, 2):
+        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, parts, 0, 1))
+        assert found.shape == [parts, len(weight.codes) // parts, weight.steps * 64, 32]
+
+
 GPU_SCHEDULES = [
     Ring(64, 8, 4, 6), Ring(128, 16, 8, 4), Ring(128, 32, 4, 3, 2, 2), Ring(256, 32, 8, 2), Ring(128, 64, 8, 2, late=1),
     Ring(256, 64, 8, 3, 1), Ring(128, 128, 8, 2), Ring(128, 128, 8, 2, fold=True), Ring(128, 256, 8, 2, 1, fold=True),
