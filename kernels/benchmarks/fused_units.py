@@ -37,7 +37,7 @@ CHECKED_LAYERS = 2
 KINDS: dict[str, Kind] = {"qkv": "middle", "o": "small", "gate_up": "wide", "down": "long"}
 CANDIDATES: dict[int, dict[Kind, str]] = {
     8: {
-        "middle": "stream:16,16,2,1 stream:16,8,2,1,8,2 gemv:16,8,4,8,1,0,80",
+        "middle": "stream:16,16,2,1 stream:16,8,2,1,8,2 gemv:16,4,4,8,1,0,120",
         "small": "gemv:16,4,4 gemv:16,8,4,8,1,0,80 stream:16,8,2,1,8,2",
         "wide": "stream:16,16,2,2 stream:16,8,2,1,8,2 ring:64,8,4,4,2,2 ring:64,8,4,4,2",
         "long": "stream:16,16,2,1 gemv:32,8,1,8,1,2 stream:16,8,2,1,8,2",

@@ -12,10 +12,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.linear_outputs_hopper import (
     Outputs,
-    factors_of,
+    factors_from,
     leave_squares,
     norm_weight_at,
     residual_at,
+    squares_at,
     write_outputs,
 )
 from bladellm_kernels.unit_operands_gluon import (
@@ -83,15 +84,13 @@ def gemv_units_kernel(
     let_next_start(EARLY)
     first = gl.program_id(0) * ROWS
     codes, factor = first_row(weight, first)
-    step = 0
-    if SPLIT:
-        step = gl.program_id(1) * share
+    step = gl.program_id(1) * share if SPLIT else 0
     fetched = _fetch_round(weight, codes, factor, step, SHAPE, ROWS, WARPS, ROW_WARPS, STEPS)
     wait_for_inputs(EARLY)
     inputs = Inputs(x, x_stride, x_step, tokens, columns)
     outs = Outputs(y, tokens, rows, y_stride, residual_stride, residual, bias, behind)
     # Asked for now; of a split only the last program uses it.
-    factors = factors_of(front, tokens, columns, TOKENS, SQUARES, WARPS * ROW_WARPS, gl.SliceLayout(0, OUT))
+    squares = squares_at(front, tokens, TOKENS, SQUARES, WARPS * ROW_WARPS)
     asked = _ask_for_outputs(outs, weight, first, SHAPE, ROWS, TOKENS, OUT)
     total = _multiply_rounds(
         fetched, weight, codes, factor, inputs, step, share, SHAPE, ROWS, TOKENS, WARPS, ROW_WARPS, STEPS, ONE_ROUND
@@ -101,6 +100,7 @@ def gemv_units_kernel(
     if SPLIT:
         sums, last = _join_splits(sums, partial, arrived + gl.program_id(0), splits, ROWS, TOKENS, OUT)
     if last:
+        factors = factors_from(squares, front, columns, gl.SliceLayout(0, OUT))
         _finish(sums, factors, asked, outs, first, ROWS, TOKENS, OUT)
 
 

@@ -66,14 +66,30 @@ def factors_of(
     OF_ROWS: gl.constexpr,
 ) -> gl.tuple:
     """The same as OF_ROWS lays it out. SQUARES: a power of two not below the partial sums of a row."""
+    return factors_from(squares_at(front, rows, ROWS, SQUARES, WARPS), front, inputs, OF_ROWS)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def squares_at(
+    front: gl.tuple | None, rows: gl.tensor, ROWS: gl.constexpr, SQUARES: gl.constexpr, WARPS: gl.constexpr
+) -> gl.tuple:
+    """The partial sums of the norm in front, [ROWS, SQUARES], or nothing where there is none."""
     found: gl.tuple = ()
     if front is not None:
         LAYOUT: gl.constexpr = squares_layout(SQUARES, WARPS)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         part = gl.arange(0, SQUARES, layout=gl.SliceLayout(0, LAYOUT))
         inside = (row < rows)[:, None] & (part < front.parts)[None, :]
-        squares = gl.load(front.squares + row[:, None] * front.parts + part[None, :], mask=inside, other=0.0)
-        factor = gl.rsqrt(gl.sum(squares, 1) / inputs + front.eps)
+        found += (gl.load(front.squares + row[:, None] * front.parts + part[None, :], mask=inside, other=0.0),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def factors_from(squares: gl.tuple, front: gl.tuple | None, inputs: gl.tensor, OF_ROWS: gl.constexpr) -> gl.tuple:
+    """Each row's factor of those partial sums, or nothing."""
+    found: gl.tuple = ()
+    if front is not None:
+        factor = gl.rsqrt(gl.sum(squares[0], 1) / inputs + front.eps)
         found += (gl.convert_layout(factor, OF_ROWS),)
     return found
 

@@ -46,7 +46,7 @@ SCHEMES = [Scheme(4, group_size=32), Scheme(4, group_size=64, symmetric=False), 
 def test_greedy_tokens_are_the_same_fused_and_apart(scheme, family, tmp_path, on_units):
     Tiny(tmp_path, plan("compressed-tensors", scheme), family, **SIZES)
     prompt, model = random_prompt(7), load_tiny(tmp_path)
-    with mock.patch.object(model, "fuses", lambda rows: False):
+    with mock.patch.object(model, "fuses", return_value=False):
         apart, logits = greedy(model, prompt)
     assert [model.fuses(rows) for rows in (1, 32, 33)] == [True, True, False], "but for the head"
     with mock.patch.object(model.head, "normed", wraps=model.head.normed) as steps:
