@@ -12,6 +12,7 @@ from bladellm_kernels.unit_schedules import NORM_SCHEDULES, Gemv, Ring, Streamed
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.hopper import compiled_launches, spilled
+from tests.kernels.test_normed_linear import rms
 from tests.kernels.test_unit_linear import MIDDLE, layer
 from tests.kernels.units_in_python import run_units_in_python
 
@@ -194,6 +195,66 @@ def test_on_a_gpu(name, tokens):
             check_added(*case, lambda *inputs: None, "cuda")
         else:
             check_normed(*case, name == "gate_up", lambda *inputs: None, "cuda")
+
+
+def unit_spread(outputs, inputs, device):
+    """A layer of 4 bits whose outputs are about as large as its inputs."""
+    codes, scales, points = layer(outputs, inputs, inputs // 128, 4, True, device)
+    return codes, scales * (2.5 * inputs**-0.5), points
+
+
+def wide_linear(codes, scales, points, x) -> torch.Tensor:
+    return reference_linear(x, codes, scales, points, MIDDLE[4], None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 13, 27])
+def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows):
+    """Layers whose residual stream is written in place, each starting beside the one in front."""
+    from bladellm_kernels.delayed_norm import delayed_norm
+    from bladellm_kernels.normed_unit_linear import normed_unit_linear, unit_linear_add
+
+    hidden, inner, device = 2048, 5632, "cuda"
+    shapes = {"qkv": (hidden, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    parts = [{name: unit_spread(n, k, device) for name, (n, k) in shapes.items()} for _ in range(5)]
+    layers = [{name: pack_units(*each, 4) for name, each in one.items()} for one in parts]
+    norms = [1 + torch.randn(hidden, device=device).bfloat16() / 8 for _ in range(11)]
+    x = torch.randn(rows, hidden, device=device).bfloat16()
+    stream = torch.empty_like(x)
+
+    def step() -> torch.Tensor:
+        stream.copy_(x)
+        norm = delayed_norm(stream, norms[0], EPS)
+        for index, one in enumerate(layers):
+            queries = normed_unit_linear(norm, one["qkv"])
+            norm = unit_linear_add(queries, one["o"], stream, norms[2 * index + 1], EPS)
+            gated = normed_unit_linear(norm, one["gate_up"], gated=True)
+            norm = unit_linear_add(gated, one["down"], stream, norms[2 * index + 2], EPS)
+        return norm.normed()
+
+    def wide_step() -> torch.Tensor:
+        wide = x.double()
+        for index, one in enumerate(parts):
+            qkv, o, gate_up, down = (partial(wide_linear, *each) for each in one.values())
+            wide = wide + o(qkv(rms(wide, norms[2 * index])))
+            gate, up = gate_up(rms(wide, norms[2 * index + 1])).chunk(2, dim=1)
+            wide = wide + down(torch.nn.functional.silu(gate) * up)
+        return rms(wide, norms[-1])
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        expected = step().clone()
+        wide = wide_step()
+        assert (expected.double() - wide).norm() < 0.02 * wide.norm()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            found = step()
+        for _ in range(50):
+            found.fill_(torch.nan)
+            for _ in range(3):
+                graph.replay()
+            assert torch.equal(found, expected)
 
 
 def test_the_table_has_every_kind():
