@@ -1,14 +1,16 @@
 """`QuantizedLinear`: a linear layer over a packed weight; `OPERATORS` is where kernels plug in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.fp8_linear import fp8_linear, pack_fp8
 from bladellm_kernels.w4a16_linear import pack_w4a16, w4a16_linear
 from bladellm_kernels.w8a8_linear import pack_w8a8, w8a8_linear
 from bladellm_kernels.w8a16_linear import pack_w8a16, w8a16_linear
+from bladellm_kernels.weight_units import UnitWeight
 
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.quantization.scheme import Scheme
@@ -66,6 +68,9 @@ class QuantizedLinear(LinearLayer):
         operator = OPERATORS[weight.scheme.name]
         self.scheme = weight.scheme
         self.packed = operator.pack(weight, dtype)
+        held = getattr(self.packed, "weight", None)
+        self.units = held if isinstance(held, UnitWeight) else None
+        self.dtype = dtype
         self.bias = bias
         self.order = weight.order
         self.input_scale = weight.input_scale
@@ -77,6 +82,43 @@ class QuantizedLinear(LinearLayer):
             x = x.index_select(1, self.order)
         y = self._apply(x, self.packed, self.bias, self.input_scale)
         return y if out is None else out.copy_(y)
+
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        # In float16 x · weight can be out of range before the division of the norm.
+        if self.units is None or self.dtype == torch.float16:
+            return False
+        from bladellm_kernels.normed_unit_linear import unit_norm_schedule
+
+        return unit_norm_schedule(rows, self.units, gated) is not None
+
+    def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.units is None or not self.fuses(len(norm.weighted)):
+            return super().normed(norm, out)
+        from bladellm_kernels.normed_unit_linear import normed_unit_linear
+
+        y = normed_unit_linear(self._ordered_norm(norm), self.units, self.bias)
+        return y if out is None else out.copy_(y)
+
+    def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
+        if self.units is None or not self.fuses(len(norm.weighted), gated=True):
+            return super().normed_silu_mul(norm)
+        from bladellm_kernels.normed_unit_linear import normed_unit_linear
+
+        return normed_unit_linear(self._ordered_norm(norm), self.units, self.bias, gated=True)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, DelayedNorm]:
+        if self.units is None or not self.fuses(len(x)):
+            return super().add(x, residual, norm_weight, eps)
+        from bladellm_kernels.normed_unit_linear import unit_linear_add
+
+        x = x if self.order is None else x.index_select(1, self.order)
+        return residual, unit_linear_add(x, self.units, residual, norm_weight, eps, self.bias)
+
+    def _ordered_norm(self, norm: DelayedNorm) -> DelayedNorm:
+        """The norm with its columns in the order of the codes."""
+        return norm if self.order is None else replace(norm, weighted=norm.weighted.index_select(1, self.order))
 
 
 def held_bytes(packed: Any) -> int:

@@ -9,7 +9,8 @@ is checked against float32 first, its output poisoned. The last table is a whole
 shape with its best schedule and with the default one, and the head in bfloat16.
 gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
 steps, tiles ahead[, tokens of a program, programs an SM]. many: rows, tokens,
-warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows.
+warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows. ring: outputs, tokens, warps,
+stages, steps of a tile[, programs an SM, tiles before the end at which the next kernel may start, 1 to fold].
 """
 
 import argparse
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.unit_linear import unit_linear
-from bladellm_kernels.unit_schedules import Dense, Gemv, ManyTokens, Schedule, Streamed, unit_schedule
+from bladellm_kernels.unit_schedules import Dense, Gemv, ManyTokens, Ring, Schedule, Streamed, unit_schedule
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from gpu_timing import GpuTimer, machine
 
@@ -31,16 +32,17 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 READ_BYTES_PER_S = 4.63e12
 COLD_BYTES = 256 * 2**20
 CANDIDATES = {
-    8: "gemv:16,8,4,8,1,0,80 gemv:16,4,4 gemv:32,8,1,8,1,2 stream:16,16,2,2 stream:16,16,2,1 stream:16,16,2,3 "
-    "stream:16,8,2,2,8,2 stream:16,16,1,3 stream:16,8,1,4,8,2 stream:32,8,1,2,8,2",
-    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 stream:16,16,1,3,16 stream:16,16,1,2,16 "
-    "stream:16,8,1,2,16,2 stream:16,16,2,2",
-    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32 stream:16,8,1,2,32,2 "
-    "stream:16,16,1,3,16",
-    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 stream:16,16,1,2,32 stream:16,16,1,1,32",
-    128: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,64,8,3,1,128,1 dense:16384",
-    256: "many:128,64,8,4,2,128 many:128,128,8,3,1,128 many:128,128,8,3,1,128,1 many:256,128,8,3,1,128,1 "
-    "many:128,256,8,3,1,128,1 dense:8192 dense:32768",
+    8: "gemv:16,4,4 stream:16,16,2,2 stream:16,16,2,1 stream:16,8,2,2,8,2 ring:64,8,4,6,2 ring:64,8,4,6,2,2 "
+    "ring:128,8,8,4,2 ring:64,8,4,3,4,2 ring:128,8,4,4,2,2",
+    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 ring:128,16,8,4,2 ring:128,16,8,4,2,2 "
+    "ring:64,16,4,5,2,2 ring:128,16,4,4,2,2 ring:256,16,8,2,2 ring:64,16,4,2,4,2",
+    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 ring:128,32,8,3,2 ring:128,32,8,3,2,2 ring:256,32,8,2,2 "
+    "ring:256,32,8,4,2 ring:64,32,4,4,2,2 ring:128,32,4,3,2,2 ring:64,32,4,2,4,2 ring:128,32,8,3,4",
+    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 ring:128,64,8,2,2 ring:128,64,8,4,2 ring:128,64,8,4,1 "
+    "ring:256,64,8,3,1,1,0,1 ring:256,64,8,3,2,1,0,1 ring:64,64,4,4,1,2",
+    128: "many:128,64,8,4,2,128 ring:128,128,8,2,2 ring:128,128,8,4,1 ring:256,128,8,4,1,1,0,1 ring:128,64,8,4,2",
+    256: "many:128,64,8,4,2,128 many:256,128,8,3,1,128,1 ring:128,256,8,3,1,1,0,1 ring:256,128,8,4,1,1,0,1 "
+    "ring:128,128,8,4,1 ring:128,128,8,2,2",
 }
 """Schedules by the largest number of tokens they are meant for."""
 
@@ -86,7 +88,7 @@ def make_shape(name: str, arguments: argparse.Namespace) -> Shape:
 def parse_schedule(text: str) -> Schedule:
     kind, _, numbers = text.partition(":")
     values = [int(number) for number in numbers.split(",")]
-    return {"gemv": Gemv, "stream": Streamed, "many": ManyTokens, "dense": Dense}[kind](*values)
+    return {"gemv": Gemv, "stream": Streamed, "many": ManyTokens, "dense": Dense, "ring": Ring}[kind](*values)
 
 
 def default_schedule(tokens: int, shape: Shape) -> Schedule:

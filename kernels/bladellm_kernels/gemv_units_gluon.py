@@ -5,13 +5,20 @@ no program waits for another. Operands are laid out as in `unit_operands_gluon.p
 for one round before, the first round before the kernel's inputs are ready.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
+from bladellm_kernels.linear_outputs_hopper import (
+    Outputs,
+    factors_from,
+    leave_squares,
+    norm_weight_at,
+    residual_at,
+    squares_at,
+    write_outputs,
+)
 from bladellm_kernels.unit_operands_gluon import (
     STEP_PAIRS,
     TILE_ROWS,
@@ -22,22 +29,10 @@ from bladellm_kernels.unit_operands_gluon import (
     inputs_layout,
     interleaved,
     load_factors,
+    scales_at,
     sums_layout,
     unit_operands,
 )
-
-
-class Outputs(NamedTuple):
-    """Where a program's outputs go. factors: scales of its rows, where the weight has one group; first: its row of y,
-    [tokens, rows]."""
-
-    factors: gl.tensor
-    bias: gl.tensor
-    y: gl.tensor
-    stride: gl.tensor
-    first: gl.tensor
-    tokens: gl.tensor
-    rows: gl.tensor
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -51,12 +46,16 @@ def outputs_layout(warps: int, tokens: int) -> gl.BlockedLayout:
 def gemv_units_kernel(
     x: gl.tensor,
     weight: gl.tuple,
-    bias: gl.tensor,
+    bias: gl.tensor | None,
+    residual: gl.tensor | None,
     y: gl.tensor,
+    front: gl.tuple | None,
+    behind: gl.tuple | None,
     partial: gl.tensor,
     arrived: gl.tensor,
     x_stride: gl.tensor,
     x_step: gl.tensor,
+    residual_stride: gl.tensor,
     y_stride: gl.tensor,
     tokens: gl.tensor,
     rows: gl.tensor,
@@ -71,41 +70,67 @@ def gemv_units_kernel(
     STEPS: gl.constexpr,
     ONE_ROUND: gl.constexpr,
     SPLIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    SQUARES: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
     """Program (i, j) adds up steps [share j, share (j + 1)) of K for outputs [ROWS i, ROWS (i + 1)) of all tokens.
 
     WARPS along K by ROW_WARPS along the outputs; a round is STEPS steps of each warp, a share whole rounds, ONE_ROUND:
-    not more than one. x: [tokens, columns], y: [tokens, rows]. partial: float32 [programs, TOKENS, ROWS] and arrived:
-    int32, zeros, one of each i, where K is split.
+    not more than one. x: [tokens, columns]; y, residual: [tokens, rows]. front, behind: a `NormInFront` of SQUARES
+    partial sums at most and a `NormBehind` of as many as there are i, or None. partial: float32 [programs, TOKENS,
+    ROWS] and arrived: int32, zeros, one of each i, where K is split.
     """
-    SUMS: gl.constexpr = sums_layout(WARPS, ROW_WARPS)
     OUT: gl.constexpr = outputs_layout(WARPS * ROW_WARPS, TOKENS)
     let_next_start(EARLY)
     first = gl.program_id(0) * ROWS
     codes, factor = first_row(weight, first)
-    step = 0
-    if SPLIT:
-        step = gl.program_id(1) * share
+    step = gl.program_id(1) * share if SPLIT else 0
     fetched = _fetch_round(weight, codes, factor, step, SHAPE, ROWS, WARPS, ROW_WARPS, STEPS)
     wait_for_inputs(EARLY)
     inputs = Inputs(x, x_stride, x_step, tokens, columns)
-    total = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, SUMS)
+    outs = Outputs(y, tokens, rows, y_stride, residual_stride, residual, bias, behind)
+    # Asked for now; of a split only the last program uses it.
+    squares = squares_at(front, tokens, TOKENS, SQUARES, WARPS * ROW_WARPS)
+    asked = _ask_for_outputs(outs, weight, first, SHAPE, ROWS, TOKENS, OUT)
+    total = _multiply_rounds(
+        fetched, weight, codes, factor, inputs, step, share, SHAPE, ROWS, TOKENS, WARPS, ROW_WARPS, STEPS, ONE_ROUND
+    )
+    sums = gl.convert_layout(gl.sum(total, 0), OUT)
+    last = True
+    if SPLIT:
+        sums, last = _join_splits(sums, partial, arrived + gl.program_id(0), splits, ROWS, TOKENS, OUT)
+    if last:
+        factors = factors_from(squares, front, columns, gl.SliceLayout(0, OUT))
+        _finish(sums, factors, asked, outs, first, ROWS, TOKENS, OUT)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _multiply_rounds(
+    fetched: gl.tuple,
+    weight: gl.tuple,
+    codes: gl.tensor,
+    factor: gl.tensor,
+    inputs: gl.tuple,
+    step: gl.tensor,
+    share: gl.tensor,
+    SHAPE: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+    ROW_WARPS: gl.constexpr,
+    STEPS: gl.constexpr,
+    ONE_ROUND: gl.constexpr,
+) -> gl.tensor:
+    """A program's sums from `step` on, [WARPS, ROWS, TOKENS], the codes of whose first round were fetched."""
+    ROUND: gl.constexpr = WARPS * STEPS
+    total = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, sums_layout(WARPS, ROW_WARPS))
     if not ONE_ROUND:
-        ROUND: gl.constexpr = WARPS * STEPS
         for _round in range((gl.minimum(share, weight.steps - step) - 1) // ROUND):
             after = _fetch_round(weight, codes, factor, step + ROUND, SHAPE, ROWS, WARPS, ROW_WARPS, STEPS)
             total = _multiply_round(total, fetched, inputs, step, SHAPE, ROWS, TOKENS, WARPS, ROW_WARPS, STEPS)
             fetched = after
             step += ROUND
-    total = _multiply_round(total, fetched, inputs, step, SHAPE, ROWS, TOKENS, WARPS, ROW_WARPS, STEPS)
-    sums = gl.convert_layout(gl.sum(total, 0), OUT)
-    outputs = Outputs(weight.scales + factor, bias, y, y_stride, first, tokens, rows)
-    if SPLIT:
-        _join_splits(sums, partial, arrived + gl.program_id(0), splits, outputs, SHAPE, ROWS, TOKENS, OUT, HAS_BIAS)
-    else:
-        _finish(sums, outputs, SHAPE, ROWS, TOKENS, OUT, HAS_BIAS)
+    return _multiply_round(total, fetched, inputs, step, SHAPE, ROWS, TOKENS, WARPS, ROW_WARPS, STEPS)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -210,20 +235,56 @@ def _multiply_round(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _ask_for_outputs(
+    outs: gl.tuple,
+    weight: gl.tuple,
+    first: gl.tensor,
+    SHAPE: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    OUT: gl.constexpr,
+) -> gl.tuple:
+    """The residual of a program's outputs, weights of the norm behind, and scales where the weight has one group."""
+    output = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    scales = scales_at(weight, output, outs.outputs, SHAPE, 1)
+    return residual_at(outs, output, token), norm_weight_at(outs, output), scales
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _finish(
+    sums: gl.tensor,
+    factors: gl.tuple,
+    asked: gl.tuple,
+    outs: gl.tuple,
+    first: gl.tensor,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    OUT: gl.constexpr,
+) -> None:
+    """Write a program's outputs from `first` on, [ROWS, TOKENS]. asked: of `_ask_for_outputs`."""
+    output = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    residual, norm_weight, scales = asked
+    if len(scales) == 1:
+        sums *= scales[0][:, None]
+    squares = write_outputs((sums,), factors, residual, norm_weight, outs, output, token)
+    if outs.behind is not None:
+        leave_squares(squares, outs, token, gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _join_splits(
     sums: gl.tensor,
     partial: gl.tensor,
     counter: gl.tensor,
     splits: gl.tensor,
-    outputs: gl.tuple,
-    SHAPE: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     OUT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-) -> None:
-    """Leave a program's sums; the last one to come adds up all of them, writes the outputs and takes the counter
-    back."""
+) -> gl.tuple:
+    """Leave a program's sums. The sums of all, and whether this program has them: the last one to come takes the
+    counter back."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
     place = row[:, None] + token[None, :] * ROWS
@@ -231,33 +292,10 @@ def _join_splits(
     gl.store(parts + gl.program_id(1) * (ROWS * TOKENS) + place, sums)
     # Every thread's share is stored before one of them says so.
     gl.thread_barrier()
-    if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-        whole = gl.load(parts + place, cache_modifier=".cg")
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if last:
+        sums = gl.load(parts + place, cache_modifier=".cg")
         for other in range(1, splits):
-            whole += gl.load(parts + other * (ROWS * TOKENS) + place, cache_modifier=".cg")
-        _finish(whole, outputs, SHAPE, ROWS, TOKENS, OUT, HAS_BIAS)
+            sums += gl.load(parts + other * (ROWS * TOKENS) + place, cache_modifier=".cg")
         gl.store(counter, 0)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _finish(
-    sums: gl.tensor,
-    outputs: gl.tuple,
-    SHAPE: gl.constexpr,
-    ROWS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    OUT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-) -> None:
-    """Write a program's outputs: its sums, [ROWS, TOKENS], scaled where the weight has one group, plus the bias."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
-    number = outputs.first + row
-    if SHAPE.group_steps == 0:
-        # One group: scales lie in the order of the rows.
-        sums *= gl.load(outputs.factors + row).to(gl.float32)[:, None]
-    if HAS_BIAS:
-        sums += gl.load(outputs.bias + number, mask=number < outputs.rows, other=0.0).to(gl.float32)[:, None]
-    place = outputs.y + token.to(gl.int64)[None, :] * outputs.stride + number[:, None]
-    wanted = (token < outputs.tokens)[None, :] & (number < outputs.rows)[:, None]
-    gl.store(place, sums.to(outputs.y.dtype.element_ty), mask=wanted)
+    return sums, last

@@ -266,5 +266,5 @@ def described(matrix: torch.Tensor, block_rows: int, block_columns: int) -> Tens
     dtype = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for([block_rows, block_columns], dtype)
     # The stride of a single row is never used, but must be whole 16 bytes.
-    stride = matrix.stride(0) if len(matrix) > 1 else matrix.shape[1]
+    stride = matrix.stride(0) if len(matrix) > 1 else -(-matrix.shape[1] // 8) * 8
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, block_columns], layout)

@@ -1,6 +1,7 @@
 """Launches the CUDA kernels of `linear`, and keeps the memory in which programs meet."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -27,6 +28,16 @@ class NextNorm:
     weight: torch.Tensor
     weighted: torch.Tensor
     squares: torch.Tensor
+
+
+class NormedCall(Protocol):
+    """A call of a linear layer: the norm that x is the weighted part of, and that of the outputs."""
+
+    @property
+    def front(self) -> DelayedNorm | None: ...
+
+    @property
+    def behind(self) -> NextNorm | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +181,7 @@ def tile_of(call: LinearCall, schedule: HopperSchedule) -> Tile:
     )  # fmt: skip
 
 
-def norm_arguments(call: LinearCall) -> tuple[NormInFront | None, NormBehind | None]:
+def norm_arguments(call: NormedCall) -> tuple[NormInFront | None, NormBehind | None]:
     """The norms of a call as its kernel takes them."""
     front, behind = call.front, call.behind
     return (

@@ -50,15 +50,47 @@ def squares_layout(parts: int, warps: int) -> gl.BlockedLayout:
 @gluon.jit  # type: ignore[untyped-decorator]
 def row_factors(front: gl.tuple | None, rows: gl.tensor, inputs: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
     """What the sums of each row are multiplied by, float32 [rows], or nothing where no norm is in front."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, sums_layout(TILE))
+    found: gl.tuple = factors_of(front, rows, inputs, TILE.rows, TILE.squares, TILE.warps, LAYOUT)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def factors_of(
+    front: gl.tuple | None,
+    rows: gl.tensor,
+    inputs: gl.tensor,
+    ROWS: gl.constexpr,
+    SQUARES: gl.constexpr,
+    WARPS: gl.constexpr,
+    OF_ROWS: gl.constexpr,
+) -> gl.tuple:
+    """The same as OF_ROWS lays it out. SQUARES: a power of two not below the partial sums of a row."""
+    return factors_from(squares_at(front, rows, ROWS, SQUARES, WARPS), front, inputs, OF_ROWS)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def squares_at(
+    front: gl.tuple | None, rows: gl.tensor, ROWS: gl.constexpr, SQUARES: gl.constexpr, WARPS: gl.constexpr
+) -> gl.tuple:
+    """The partial sums of the norm in front, [ROWS, SQUARES], or nothing where there is none."""
     found: gl.tuple = ()
     if front is not None:
-        LAYOUT: gl.constexpr = squares_layout(TILE.squares, TILE.warps)
-        row = gl.arange(0, TILE.rows, layout=gl.SliceLayout(1, LAYOUT))
-        part = gl.arange(0, TILE.squares, layout=gl.SliceLayout(0, LAYOUT))
+        LAYOUT: gl.constexpr = squares_layout(SQUARES, WARPS)
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        part = gl.arange(0, SQUARES, layout=gl.SliceLayout(0, LAYOUT))
         inside = (row < rows)[:, None] & (part < front.parts)[None, :]
-        squares = gl.load(front.squares + row[:, None] * front.parts + part[None, :], mask=inside, other=0.0)
-        factor = gl.rsqrt(gl.sum(squares, 1) / inputs + front.eps)
-        found += (gl.convert_layout(factor, gl.SliceLayout(0, sums_layout(TILE))),)
+        found += (gl.load(front.squares + row[:, None] * front.parts + part[None, :], mask=inside, other=0.0),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def factors_from(squares: gl.tuple, front: gl.tuple | None, inputs: gl.tensor, OF_ROWS: gl.constexpr) -> gl.tuple:
+    """Each row's factor of those partial sums, or nothing."""
+    found: gl.tuple = ()
+    if front is not None:
+        factor = gl.rsqrt(gl.sum(squares[0], 1) / inputs + front.eps)
+        found += (gl.convert_layout(factor, OF_ROWS),)
     return found
 
 
@@ -78,26 +110,42 @@ def residual_of_few_rows(outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr) -
     same place.
     """
     found: gl.tuple = ()
-    if outs.residual is not None and TILE.rows <= FEW_ROWS:
-        found += (_load_residual(outs, block, TILE),)
+    if TILE.rows <= FEW_ROWS:
+        output, row = _outputs_and_rows(block, TILE)
+        found = residual_at(outs, output, row)
     return found
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load_residual(outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr) -> gl.tensor:
-    output, row = _outputs_and_rows(block, TILE)
-    inside = (output < outs.outputs)[:, None] & (row < outs.rows)[None, :]
-    return gl.load(outs.residual + row[None, :] * outs.residual_stride + output[:, None], mask=inside, other=0.0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def norm_weight_of(outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
     """A block's weights of the norm behind, likewise, or nothing where there is none."""
+    output, _ = _outputs_and_rows(block, TILE)
+    found: gl.tuple = norm_weight_at(outs, output)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def residual_at(outs: gl.tuple, output: gl.tensor, row: gl.tensor) -> gl.tuple:
+    """The residual of numbered outputs and rows, or nothing where there is none."""
+    found: gl.tuple = ()
+    if outs.residual is not None:
+        place = outs.residual + row[None, :] * outs.residual_stride + output[:, None]
+        found += (gl.load(place, mask=_inside(outs, output, row), other=0.0),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def norm_weight_at(outs: gl.tuple, output: gl.tensor) -> gl.tuple:
+    """The weights of the norm behind numbered outputs, or nothing where there is none."""
     found: gl.tuple = ()
     if outs.behind is not None:
-        output, _ = _outputs_and_rows(block, TILE)
         found += (gl.load(outs.behind.weight + output, mask=output < outs.outputs, other=0.0),)
     return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _inside(outs: gl.tuple, output: gl.tensor, row: gl.tensor) -> gl.tensor:
+    return (output < outs.outputs)[:, None] & (row < outs.rows)[None, :]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -110,25 +158,46 @@ def finish(
     block: gl.tensor,
     TILE: gl.constexpr,
 ) -> None:
-    """Write a block's outputs: sums by the rows' factors, plus bias, their gate, plus the residual; and their norm.
-
-    asked: the residual, where it was loaded before.
-    """
+    """Write a block's outputs and, where a norm is behind them, the sums of their squares."""
     output, row = _outputs_and_rows(block, TILE)
-    inside = (output < outs.outputs)[:, None] & (row < outs.rows)[None, :]
+    if len(asked) == 0:
+        asked = residual_at(outs, output, row)
+    squares = write_outputs(sums, factors, asked, norm_weight, outs, output, row)
+    if outs.behind is not None:
+        leave_squares(squares, outs, row, block, gl.cdiv(outs.outputs, TILE.outputs))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def write_outputs(
+    sums: gl.tuple,
+    factors: gl.tuple,
+    residual: gl.tuple,
+    norm_weight: gl.tuple,
+    outs: gl.tuple,
+    output: gl.tensor,
+    row: gl.tensor,
+) -> gl.tensor:
+    """Write numbered outputs of rows: sums by the rows' factors, plus bias, their gate, plus the residual; weighted for
+    the norm behind. Two sums are those of the gate and of what it multiplies.
+
+    residual, norm_weight: as `residual_at` and `norm_weight_at` load them. Returns the squares of the outputs as they
+    were rounded, zero outside.
+    """
+    inside = _inside(outs, output, row)
     values = _scaled(sums[0], factors, outs.bias, output, outs.outputs)
-    if TILE.parts == 2:
+    if len(sums) == 2:
         bias = None if outs.bias is None else outs.bias + outs.outputs
         up = _scaled(sums[1], factors, bias, output, outs.outputs)
         values = values / (1.0 + gl.exp(-values)) * up
-    if len(asked) == 1:
-        values += asked[0].to(gl.float32)
-    elif outs.residual is not None:
-        values += _load_residual(outs, block, TILE).to(gl.float32)
+    if len(residual) == 1:
+        values += residual[0].to(gl.float32)
     rounded = values.to(outs.out.dtype.element_ty)
-    gl.store(outs.out + row[None, :] * outs.out_stride + output[:, None], rounded, mask=inside)
+    gl.store(outs.out + row[None, :].to(gl.int64) * outs.out_stride + output[:, None], rounded, mask=inside)
+    stream = gl.where(inside, rounded.to(gl.float32), 0.0)
     if outs.behind is not None:
-        _leave_norm(gl.where(inside, rounded.to(gl.float32), 0.0), norm_weight[0], inside, outs, block, TILE)
+        weighted = (stream * norm_weight[0].to(gl.float32)[:, None]).to(outs.behind.weighted.dtype.element_ty)
+        gl.store(outs.behind.weighted + row[None, :] * outs.outputs + output[:, None], weighted, mask=inside)
+    return stream * stream
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -143,13 +212,6 @@ def _scaled(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _leave_norm(
-    stream: gl.tensor, weight: gl.tensor, inside: gl.tensor, outs: gl.tuple, block: gl.tensor, TILE: gl.constexpr
-) -> None:
-    """The block of a `DelayedNorm` of the outputs as they were rounded, zero outside."""
-    output, row = _outputs_and_rows(block, TILE)
-    behind = outs.behind
-    weighted = (stream * weight.to(gl.float32)[:, None]).to(behind.weighted.dtype.element_ty)
-    gl.store(behind.weighted + row[None, :] * outs.outputs + output[:, None], weighted, mask=inside)
-    blocks = gl.cdiv(outs.outputs, TILE.outputs)
-    gl.store(behind.squares + row * blocks + block, gl.sum(stream * stream, 0), mask=row < outs.rows)
+def leave_squares(squares: gl.tensor, outs: gl.tuple, row: gl.tensor, part: gl.tensor, parts: gl.tensor) -> None:
+    """One of the parts of a `DelayedNorm`'s sums: those of squares [outputs, rows]."""
+    gl.store(outs.behind.squares + row * parts + part, gl.sum(squares, 0), mask=row < outs.rows)

@@ -102,6 +102,19 @@ def load_factors(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def scales_at(
+    weight: gl.tuple, output: gl.tensor, outputs: gl.tensor, SHAPE: gl.constexpr, PARTS: gl.constexpr
+) -> gl.tuple:
+    """Of a weight with one group the scales of numbered outputs, float32, of each part of so many; else nothing."""
+    found: gl.tuple = ()
+    if SHAPE.group_steps == 0:
+        for part in gl.static_range(PARTS):
+            place = weight.scales + part * outputs + output
+            found += (gl.load(place, mask=output < outputs, other=0.0).to(gl.float32),)
+    return found
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def interleaved(numbers: gl.tensor, ROWS: gl.constexpr, WARPS: gl.constexpr) -> gl.tensor:
     """[WARPS, ROWS, 32] with input 8 i + 2 j + k as number 8 j + 2 i + k: a thread's eight are where the operands of a
     product have them."""

@@ -7,6 +7,8 @@ The best of those that `kernels/benchmarks/unit_linear.py` timed on an H200 with
 from dataclasses import dataclass
 from typing import Literal
 
+from bladellm_kernels.weight_units import TILE_ROWS
+
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
@@ -79,7 +81,29 @@ class Dense:
     rows: int = 1 << 14
 
 
-Schedule = Gemv | Streamed | ManyTokens | Dense
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """`ring_units_kernel`: tiles of `outputs` (64, 128 or 256, at least 16 · warps; of the gate and again of what it
+    multiplies), `steps` steps and `tokens`, of which `stages` are on their way, divided evenly among programs_per_sm
+    programs a multiprocessor.
+
+    warps: 4 or 8. late: with how many tiles to go a program lets the next kernel start, 0 for at once. fold: as above.
+    """
+
+    outputs: int
+    tokens: int
+    warps: int
+    stages: int
+    steps: int = 2
+    programs_per_sm: int = 1
+    late: int = 0
+    fold: bool = False
+
+
+NormSchedule = Gemv | Streamed | Ring
+"""Of kernels that have a residual and norms."""
+
+Schedule = NormSchedule | ManyTokens | Dense
 
 MIN_STEPS = 4
 """Fewest steps of K worth a program of its own."""
@@ -93,7 +117,6 @@ LONG_COLUMNS = 8192
 SMALL_ROWS, MIDDLE_ROWS = 4096, 8192
 
 _MANY_16 = ManyTokens(rows=128, tokens=16, warps=4, stages=4, programs_per_sm=4)
-_MANY_32 = ManyTokens(rows=128, tokens=32, warps=8, stages=4, programs_per_sm=2)
 _MANY_64 = ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
 _MANY_64_WIDE = ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_sm=2)
 _MANY_128 = ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
@@ -104,16 +127,40 @@ _STREAM_LONG = Streamed(rows=16, warps=8, steps=2, depth=2, programs_per_sm=2)
 _STREAM_16 = Streamed(rows=16, warps=16, steps=2, depth=1, tokens=16)
 _GEMV_16 = Gemv(rows=64, warps=4, steps=1, tokens=16, row_warps=2, programs_per_sm=2)
 _GEMV_32 = Gemv(rows=64, warps=4, steps=1, tokens=32, row_warps=2, programs_per_sm=1)
+_RING_32 = Ring(outputs=64, tokens=32, warps=4, stages=4, programs_per_sm=2)
+_RING_32_WIDE = Ring(outputs=128, tokens=32, warps=4, stages=3, programs_per_sm=2)
 
 SCHEDULES: dict[int, dict[Kind, Schedule]] = {
     8: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_WIDE, "long": _STREAM_LONG},
     16: {"small": _STREAM_16, "middle": _STREAM_16, "wide": _MANY_16, "long": _GEMV_16},
-    32: {"small": _GEMV_32, "middle": _MANY_32, "wide": _MANY_32, "long": _MANY_32},
+    32: {"small": _GEMV_32, "middle": _RING_32, "wide": _RING_32_WIDE, "long": _RING_32},
     64: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64_WIDE, "long": _MANY_64},
     128: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64, "long": _MANY_64},
     256: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_128, "long": _MANY_64},
 }
 """By the largest number of tokens, and the kind of weight; beyond them `Dense`."""
+
+
+_RING_16_GATED = Ring(outputs=64, tokens=16, warps=4, stages=4, programs_per_sm=2)
+_RING_32_GATED = Ring(outputs=64, tokens=32, warps=4, stages=3, programs_per_sm=2)
+_STREAM_GATED = Streamed(rows=16, warps=16, steps=2, depth=1)
+
+NORM_SCHEDULES: dict[int, dict[Kind, NormSchedule]] = {
+    8: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_GATED, "long": _STREAM_LONG},
+    16: {"small": _STREAM_16, "middle": _STREAM_16, "wide": _RING_16_GATED, "long": _GEMV_16},
+    32: {"small": _GEMV_32, "middle": _RING_32, "wide": _RING_32_GATED, "long": _RING_32},
+}
+"""The same of layers with norms. Those with a gate are wide, other wide ones take what is for middle ones."""
+
+
+def norm_schedule(tokens: int, rows: int, columns: int, gated: bool) -> NormSchedule | None:
+    """The schedule of a layer with norms, None where apart they are faster or a gate's outputs are no whole tiles."""
+    if gated and rows % (2 * TILE_ROWS):
+        return None
+    kind = weight_kind(rows, columns)
+    if gated != (kind == "wide"):
+        kind = "wide" if gated else "middle"
+    return next((kinds[kind] for most, kinds in NORM_SCHEDULES.items() if tokens <= most), None)
 
 
 def unit_schedule(tokens: int, rows: int, columns: int) -> Schedule:

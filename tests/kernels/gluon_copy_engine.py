@@ -11,7 +11,7 @@ from tests.kernels.gluon_partitions import Partitions
 
 @dataclass
 class Described:
-    """A matrix as the engine reads it in tiles, zero outside."""
+    """A tensor as the engine reads it in tiles, zero outside."""
 
     data: torch.Tensor
 
@@ -19,12 +19,11 @@ class Described:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
-    def tile(self, first_row: int, first_column: int, shape: torch.Size) -> torch.Tensor:
-        assert first_row >= 0
-        assert first_column >= 0
+    def tile(self, first: list[int], shape: torch.Size) -> torch.Tensor:
+        assert min(first) >= 0
         tile = torch.zeros(shape, dtype=self.data.dtype)
-        inside = self.data[first_row : first_row + shape[0], first_column : first_column + shape[1]]
-        tile[: inside.shape[0], : inside.shape[1]] = inside
+        inside = self.data[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
+        tile[tuple(map(slice, inside.shape))] = inside
         return tile
 
     def write(self, first_row: int, first_column: int, tile: torch.Tensor) -> None:
@@ -87,10 +86,10 @@ class CopyEngine:
         if not pred:
             return
         barrier = self.barriers[place.data.data_ptr()]
-        row, column = (int(each) for each in first)
+        corner = [int(each) for each in first]
 
         def work() -> None:
-            buffer.data.copy_(described.tile(row, column, buffer.data.shape))
+            buffer.data.copy_(described.tile(corner, buffer.data.shape))
             barrier.complete(buffer.data.numel() * buffer.data.element_size())
             self.progress()
 

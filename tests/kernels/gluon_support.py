@@ -67,14 +67,15 @@ class Shared:
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.shape = data.shape
+        self.dtype = data.dtype
 
     def index(self, place) -> "Shared":
         assert 0 <= int(place) < self.shape[0]
         return Shared(self.data[int(place)])
 
-    def slice(self, first: int, length: int) -> "Shared":
-        assert first + length <= self.shape[0]
-        return Shared(self.data[first : first + length])
+    def slice(self, start, length, dim=0) -> "Shared":
+        assert int(start) + length <= self.shape[dim]
+        return Shared(self.data.narrow(dim, int(start), length))
 
     def permute(self, order) -> "Shared":
         return Shared(self.data.permute(order))
@@ -180,7 +181,7 @@ class Machine:
         assert self.waited, "kernels before this one may still read what it adds to"
         return pointer.add(value)
 
-    def assembly(self, text: str, constraints: str, values: list, **options) -> torch.Tensor:
+    def assembly(self, text: str, constraints: str, values: list, *types, **options) -> torch.Tensor:
         self.assembled.append(values)
         return values[0]
 
@@ -198,7 +199,7 @@ class Machine:
             store=self.store,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            where=lambda condition, x, y: torch.where(condition, x, y),
+            where=lambda *values: torch.where(*map(torch.as_tensor, values)),
             maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
             minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
             max=lambda value, axis: value.amax(axis),
@@ -206,7 +207,7 @@ class Machine:
             reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
             split=lambda value: value.unbind(-1), warp_specialize=self.specialize,
             exp=torch.exp, rsqrt=torch.rsqrt, exp2=torch.exp2, log2=torch.log2, static_range=range,
-            convert_layout=lambda value, layout: value,
+            convert_layout=lambda value, layout, assert_trivial=False: value,
             thread_barrier=lambda: None,
             allocate_shared_memory=_poisoned,
             inline_asm_elementwise=self.assembly,

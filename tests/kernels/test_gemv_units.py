@@ -13,10 +13,12 @@ from bladellm_kernels.linear_reference import reference_linear
 from bladellm_kernels.unit_schedules import Gemv, Streamed, stream_programs
 from bladellm_kernels.weight_units import pack_units
 
-from tests.kernels.prefill_support import hopper
+from tests.kernels.hopper import compiled_launches
 from tests.kernels.test_ragged_decode_triton import resources
 from tests.kernels.test_ragged_prefill_sdpa import ON_CUDA
 from tests.kernels.test_unit_linear import MIDDLE, layer
+
+pytest.importorskip("triton")
 
 CASES = [
     (4, 40, 512, 4, False, 1, Gemv(16, 2, 2)),
@@ -55,8 +57,8 @@ class InPython:
 
 @pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), CASES)
 def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, schedule, monkeypatch):
-    pytest.importorskip("triton")
-    from bladellm_kernels import unit_linear as module
+    from bladellm_kernels import unit_launch as module
+    from bladellm_kernels.unit_linear import unit_linear
 
     for name in ("gemv_units_kernel", "stream_units_kernel"):
         monkeypatch.setattr(module, name, InPython(getattr(module, name)))
@@ -67,7 +69,7 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     x = torch.randn(tokens, columns + 3)[:, :columns]
     bias = torch.randn(rows) if zeros else None
     whole = torch.full((tokens + 1, rows + 5), math.nan)
-    module.unit_linear(x, weight, bias, out=whole[:tokens, :rows], schedule=schedule)
+    unit_linear(x, weight, bias, out=whole[:tokens, :rows], schedule=schedule)
     assert not weight.arrived.any(), "counters are left as they were found"
     assert whole[:, rows:].isnan().all()
     assert whole[tokens:].isnan().all()
@@ -88,25 +90,26 @@ def test_streaming_programs_have_counters_and_room():
         assert programs == 1 or programs * splits * token_tiles <= 264, "all run at once"
 
 
+def compiled_kernel(weight, tokens, schedule, **norms):
+    """The kernel of a launch as it is compiled for a Hopper."""
+    from bladellm_kernels import unit_call
+    from bladellm_kernels.unit_launch import launch_units
+
+    x = torch.zeros(tokens, weight.columns).bfloat16()
+    call = unit_call.UnitCall(x, weight, x.new_zeros(tokens, weight.rows // norms.get("parts", 1)), **norms)
+    shape = unit_call.unit_shape
+    with compiled_launches() as compiled, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_call, "unit_shape", lambda *given: dataclasses.replace(shape(*given), plain=False))
+        launch_units(call, schedule)
+    return next(iter(compiled.values()))
+
+
 @pytest.mark.parametrize(("bits", "groups", "zeros"), [(4, 32, False), (4, 64, True), (8, 1, False)])
 def test_codes_go_from_memory_to_the_tensor_cores_in_registers(bits, groups, zeros):
     """16-byte loads, none of codes or inputs through shared memory, and nothing spilled."""
-    pytest.importorskip("triton")
-    from bladellm_kernels import gemv_units_gluon as module
-    from bladellm_kernels import unit_linear
-
     codes, scales, points = layer(32, 4096, groups, bits, zeros)
     weight = pack_units(codes, scales, points, bits)
-    x, y = torch.zeros(2, 4096).bfloat16(), torch.zeros(2, 32).bfloat16()
-    arguments = unit_linear._arguments(weight)._replace(codes=weight.codes.view(torch.int32))
-    shape = unit_linear._shape(weight, 16, x)
-    shape = type(shape)(shape.bits, shape.group_steps, shape.has_zeros, shape.even, plain=False)
-    with hopper(module.gemv_units_kernel):
-        compiled = module.gemv_units_kernel.warmup(
-            x, arguments, y, y, scales, weight.arrived, 4096, 1, 32, 2, 32, 4096, 1, 32, SHAPE=shape, ROWS=16, TOKENS=8,
-            WARPS=8, ROW_WARPS=1, STEPS=2, ONE_ROUND=False, SPLIT=False, HAS_BIAS=False,
-            EARLY=True, num_warps=8, maxnreg=96, launch_pdl=True, grid=(1,),
-        )  # fmt: skip
+    compiled = compiled_kernel(weight, 2, Gemv(16, 8, 2, registers=96))
     text = compiled.asm["ptx"]
     main = text[: text.rindex("mma.sync")]
     assert "st.shared" not in main
@@ -123,22 +126,9 @@ def test_codes_go_from_memory_to_the_tensor_cores_in_registers(bits, groups, zer
 def test_x_stays_in_registers(columns, schedule, groups_per_step, zeros, tmp_path):
     """A program asks for its first tiles before it waits, for x once, and for no code in its loop but of a later tile;
     neither passes through shared memory, and nothing is spilled."""
-    pytest.importorskip("triton")
-    from bladellm_kernels import stream_units_gluon as module
-    from bladellm_kernels import unit_linear
-
     codes, scales, points = layer(64, columns, max(1, columns // 128 * groups_per_step), 4, zeros)
     weight = pack_units(codes, scales, points, 4)
-    x, y = torch.zeros(2, columns).bfloat16(), torch.zeros(2, 4096).bfloat16()
-    shape = dataclasses.replace(unit_linear._shape(weight, schedule.round, x), plain=False)
-    splits = weight.steps // schedule.round
-    with hopper(module.stream_units_kernel):
-        compiled = module.stream_units_kernel.warmup(
-            x, unit_linear._arguments(weight)._replace(codes=weight.codes.view(torch.int32)), y, y, torch.zeros(4),
-            weight.arrived, columns, 1, 4096, 2, 4096, columns, 256, SHAPE=shape, ROWS=16, TOKENS=8,
-            WARPS=schedule.warps, STEPS=schedule.steps, DEPTH=schedule.depth, SPLITS=splits, TURNS=8, RAW=True,
-            HAS_BIAS=False, EARLY=True, num_warps=schedule.warps, maxnreg=128, launch_pdl=True, grid=(1,),
-        )  # fmt: skip
+    compiled = compiled_kernel(weight, 2, schedule)
     text = compiled.asm["ptx"]
     wide = [match.start() for match in re.finditer(r"ld\.global\S*v4\.b32", text)]
     ready, looped = text.index("griddepcontrol.wait"), text.index("st.shared")

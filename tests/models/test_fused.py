@@ -173,7 +173,6 @@ def test_a_model_fuses_where_all_its_layers_do(tmp_path):
         assert [model.fuses(rows) for rows in (1, 8, 9)] == [True, True, False]
         assert not load_tiny(tmp_path, dtype=torch.float16).fuses(1)
         assert asked == {
-            ((VOCAB, 48), False),
             ((80, 48), False),
             ((48, 48), False),
             ((116, 48), False),

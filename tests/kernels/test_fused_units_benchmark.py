@@ -1,0 +1,66 @@
+"""The benchmark of fused unit layers computes one step apart and fused, and its candidates compile for a Hopper."""
+
+import dataclasses
+import importlib
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from bladellm_kernels.weight_units import pack_units
+
+from tests.kernels.hopper import compiled_launches
+from tests.kernels.test_ragged_decode_triton import resources
+from tests.kernels.test_unit_linear import layer
+from tests.kernels.units_in_python import run_units_in_python
+
+SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("fused_units")
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros"), [(4, 32, True), (8, 0, False)])
+def test_both_chains_are_the_same_step(script, bits, group, zeros, monkeypatch):
+    from fused_chain import Sizes, reference
+
+    run_units_in_python(monkeypatch, True)
+    weights = script.random_weights(Sizes(2, 4, 2, 16, 128, 90), bits, group, zeros, torch.float32, "cpu")
+    x = torch.randn(3, 64)
+    expected = reference(weights.dense, x, partial(script.queries_only, hidden=64))
+    found = script.apart(weights, x, 2), script.fused(weights, x, 2, script.default_schedules(3))
+    for logits in found:
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-3)
+    assert script.error(weights, script.apart, x) == "0.0000"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_candidates_fit_a_multiprocessor(script, tokens, monkeypatch):
+    from bladellm_kernels import unit_call
+    from bladellm_kernels.delayed_norm import DelayedNorm
+    from bladellm_kernels.normed_unit_linear import normed_unit_linear, unit_linear_add
+
+    shape = unit_call.unit_shape
+    monkeypatch.setattr(unit_call, "unit_shape", lambda *given: dataclasses.replace(shape(*given), plain=False))
+    for kind, schedule in script.candidates(tokens, []):
+        name = next(name for name, its in script.KINDS.items() if its == kind)
+        inputs = script.LLAMA_8B.shapes[name][1]
+        weight = pack_units(*layer(256, inputs, inputs // 128, 4, False), 4)
+        x = torch.zeros(tokens, inputs).bfloat16()
+        with compiled_launches() as compiled:
+            if kind in ("small", "long"):
+                unit_linear_add(x, weight, x.new_zeros(tokens, 256), x.new_zeros(256), 1e-5, schedule=schedule)
+            else:
+                norm = DelayedNorm(x, torch.zeros(tokens, 128), 1e-5)
+                normed_unit_linear(norm, weight, gated=kind == "wide", schedule=schedule)
+        (kernel,) = compiled.values()
+        registers, _ = resources(kernel, Path(tempfile.mkdtemp()))
+        programs = max(1, schedule.programs_per_sm)
+        assert (kernel.metadata.shared + 1024) * programs <= 228 * 1024, schedule
+        assert registers * 32 * kernel.metadata.num_warps * programs <= 65536, schedule

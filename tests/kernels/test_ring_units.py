@@ -1,0 +1,158 @@
+"""The Hopper kernel of `unit_linear`: run in Python, compiled without a GPU, and on one."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from bladellm_kernels.linear_reference import reference_linear
+from bladellm_kernels.unit_schedules import Ring
+from bladellm_kernels.weight_units import pack_units
+
+from tests.kernels.hopper import compiled_launches, spilled
+from tests.kernels.test_unit_linear import MIDDLE, layer
+
+pytest.importorskip("triton")
+
+CASES = [
+    (4, 130, 512, 4, False, 5, Ring(64, 8, 4, 2)),
+    (4, 70, 1024, 16, True, 8, Ring(64, 8, 4, 3, steps=1)),
+    (4, 333, 1152, 9, True, 19, Ring(128, 16, 8, 2)),
+    (4, 64, 160, 5, True, 1, Ring(64, 8, 4, 2, steps=1)),
+    (4, 300, 896, 14, True, 7, Ring(256, 8, 8, 3, steps=2, late=1)),
+    (4, 200, 1155, 1, True, 9, Ring(64, 16, 4, 2)),
+    (4, 200, 1024, 4, True, 9, Ring(128, 16, 4, 2, programs_per_sm=2, fold=True)),
+    (4, 90, 643, 1, False, 3, Ring(64, 8, 4, 2, fold=True)),
+    (8, 148, 320, 5, False, 2, Ring(64, 8, 4, 2)),
+    (8, 148, 320, 10, False, 2, Ring(128, 8, 8, 2, steps=4, fold=True)),
+]
+
+
+class InPython:
+    """Stands for the kernel: its programs are run in Python, in random order; x is NaN until one waits for it."""
+
+    def __init__(self, kernel, late_copies: bool) -> None:
+        self.kernel, self.late_copies = kernel, late_copies
+
+    def __getitem__(self, grid):
+        from tests.kernels.gluon_support import run_program
+
+        def launch(x, *arguments, num_warps, EARLY, **constants) -> None:
+            numbers = x.data.clone()
+            programs = list(itertools.product(*map(range, grid)))
+            random.shuffle(programs)
+            for program in programs:
+                x.data.fill_(torch.nan)
+                run_program(
+                    self.kernel, program, self.late_copies, x, *arguments, programs=grid[0], EARLY=True,
+                    on_wait=lambda: x.data.copy_(numbers), **constants,
+                )  # fmt: skip
+
+        return launch
+
+
+def check(weight, x, codes, scales, points, bias, schedule) -> torch.Tensor:
+    """Against float64, into a poisoned part of a larger output."""
+    from bladellm_kernels.unit_linear import unit_linear
+
+    whole = torch.full((len(x) + 1, weight.rows + 5), torch.nan, dtype=x.dtype, device=x.device)
+    y = unit_linear(x, weight, bias, out=whole[: len(x), : weight.rows], schedule=schedule)
+    assert not weight.arrived.any(), "counters are left as they were found"
+    assert whole[:, weight.rows :].isnan().all()
+    assert whole[len(x) :].isnan().all()
+    expected = reference_linear(x, codes, scales, points, MIDDLE[weight.bits], bias)
+    unit = torch.finfo(x.dtype).eps
+    spread = expected.abs().max() * (unit if schedule.fold else unit / 16)
+    assert ((y.double() - expected).abs() <= unit / 2 * expected.abs() + spread).all(), schedule
+    return y
+
+
+@pytest.mark.parametrize("late_copies", [False, True])
+@pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), CASES)
+def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, schedule, late_copies, monkeypatch):
+    from bladellm_kernels import ring_launch as module
+
+    from tests.kernels.gluon_copy_engine import Described
+
+    monkeypatch.setattr(module, "ring_units_kernel", InPython(module.ring_units_kernel, late_copies))
+    monkeypatch.setattr(module, "multiprocessors", lambda device: random.randint(1, 9))
+    monkeypatch.setattr(module, "described", lambda matrix, *block: Described(matrix))
+    monkeypatch.setattr(
+        module, "_described_units", lambda weight, tile: Described(module.units_by_part(weight, tile.parts))
+    )
+    codes, scales, points = layer(rows, columns, groups, bits, zeros)
+    weight = pack_units(codes, scales, points, bits)
+    x = torch.randn(tokens, columns + 3).bfloat16()[:, :columns]
+    check(weight, x, codes, scales, points, torch.randn(rows).bfloat16() if zeros else None, schedule)
+
+
+@pytest.mark.parametrize(("groups", "zeros"), [(32, False), (64, True), (1, False)])
+@pytest.mark.parametrize(
+    "schedule",
+    [Ring(64, 8, 4, 6), Ring(128, 32, 8, 3), Ring(128, 64, 8, 2), Ring(256, 64, 8, 3, 1, fold=True)],
+    ids=str,
+)
+def test_codes_go_through_shared_matrices_into_registers(groups, zeros, schedule):
+    """Nothing is spilled, the weight is on its way before the inputs are ready, and codes are read by ldmatrix."""
+    from bladellm_kernels import unit_call
+    from bladellm_kernels.unit_linear import unit_linear
+
+    weight = pack_units(*layer(256, 4096, groups, 4, zeros), 4)
+    x = torch.zeros(schedule.tokens, 4096).bfloat16()
+    shape = unit_call.unit_shape
+    with compiled_launches() as compiled, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_call, "unit_shape", lambda *given: dataclasses.replace(shape(*given), plain=False))
+        unit_linear(x, weight, out=x.new_zeros(len(x), 256), schedule=schedule)
+    kernel = compiled["ring_units_kernel"]
+    text = kernel.asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert before.count("cp.async.bulk.tensor") == schedule.stages
+    matrices = schedule.outputs * schedule.steps // (8 * schedule.warps)
+    assert after.count("ldmatrix.sync.aligned.m8n8.x4") == matrices
+    assert after.count("wgmma.mma_async") == 4 * matrices
+    assert spilled(text) == 0
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("columns", [8, 77, 643, 1152, 1155])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_every_shape_can_be_described_to_the_copy_engine(tokens, columns):
+    """Strides and addresses of whole 16 bytes, of x from a part of wider rows and of units in one or two parts."""
+    from bladellm_kernels.linear_hopper import described
+    from bladellm_kernels.ring_factors_hopper import UnitTile
+    from bladellm_kernels.ring_launch import _described_units, _readable
+
+    for first in (0, 3, 8):
+        x = torch.randn(tokens, columns + 11).bfloat16()[:, first : first + columns]
+        found = described(_readable(x), 8, 64)
+        assert torch.equal(found.base, x)
+        assert found.shape == [tokens, columns]
+    weight = pack_units(*layer(130, columns, 1, 4, False), 4)
+    for parts in (1, 2):
+        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, parts, 0, 1))
+        assert found.shape == [parts, len(weight.codes) // parts, weight.steps * 64, 32]
+
+
+GPU_SCHEDULES = [
+    Ring(64, 8, 4, 6), Ring(128, 16, 8, 4), Ring(128, 32, 4, 3, 2, 2), Ring(256, 32, 8, 2), Ring(128, 64, 8, 2, late=1),
+    Ring(256, 64, 8, 3, 1), Ring(128, 128, 8, 2), Ring(128, 128, 8, 2, fold=True), Ring(128, 256, 8, 2, 1, fold=True),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "groups"), [(1024, 4096, 32), (130, 192, 3), (64, 160, 5), (333, 1155, 1), (6144, 4096, 128)]
+)
+def test_on_a_gpu(rows, columns, groups, dtype):
+    """The same bits every time, whoever comes last."""
+    for bits, zeros in ((4, False), (4, True), (8, False)):
+        codes, scales, points = layer(rows, columns, groups, bits, zeros, "cuda")
+        weight = pack_units(codes, scales, points, bits)
+        bias = torch.randn(rows, device="cuda").to(dtype) if zeros else None
+        for schedule in GPU_SCHEDULES:
+            for tokens in {1, schedule.tokens - 3, schedule.tokens, min(256, schedule.tokens * 2 - 5)}:
+                x = torch.randn(tokens, columns + 3, device="cuda").to(dtype)[:, :columns]
+                first = check(weight, x, codes, scales, points, bias, schedule)
+                assert torch.equal(check(weight, x, codes, scales, points, bias, schedule), first)

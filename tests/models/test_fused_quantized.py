@@ -1,0 +1,94 @@
+"""Decode steps of models whose weights are in units, their kernels run in Python: fused beside apart."""
+
+from unittest import mock
+
+import pytest
+import torch
+from bladellm_kernels.delayed_norm import delayed_norm
+from bladellm_kernels.weight_units import UnitWeight
+
+from bladellm_runtime.layers.quantized_linear import QuantizedLinear
+from bladellm_runtime.models.decoder import Decoder
+from bladellm_runtime.quantization.scheme import Scheme
+from tests.kernels.units_in_python import run_units_in_python
+from tests.models.harness import Sequences, load_tiny, random_prompt
+from tests.models.quantized import Tiny, plan, round_weight
+
+pytest.importorskip("triton")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+TOKENS = 24
+LAYER_ERROR, LINEARS = 1e-5, 8
+"""Of one unit weight's float32 sums, by their largest, and how many there are one behind another."""
+
+
+@pytest.fixture
+def on_units(monkeypatch):
+    """Weights are packed as on a Hopper, for activations of every type, and their kernels run in Python."""
+    for module in ("w4a16_linear", "w8a16_linear"):
+        monkeypatch.setattr(f"bladellm_kernels.{module}.runs_on_units", lambda *weight: True)
+    run_units_in_python(monkeypatch, True)
+
+
+def greedy(model: Decoder, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    sequences = Sequences(model)
+    rows = [sequences.step([(0, prompt)])[0][-1]]
+    for _ in range(TOKENS):
+        rows.append(sequences.step([(0, [int(rows[-1].argmax())])])[0][-1])
+    return [int(row.argmax()) for row in rows], torch.stack(rows)
+
+
+SCHEMES = [Scheme(4, group_size=32), Scheme(4, group_size=64, symmetric=False), Scheme(8, group_size=32)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_greedy_tokens_are_the_same_fused_and_apart(scheme, family, tmp_path, on_units):
+    Tiny(tmp_path, plan("compressed-tensors", scheme), family, **SIZES)
+    prompt, model = random_prompt(7), load_tiny(tmp_path)
+    with mock.patch.object(model, "fuses", return_value=False):
+        apart, logits = greedy(model, prompt)
+    assert [model.fuses(rows) for rows in (1, 32, 33)] == [True, True, False], "but for the head"
+    with mock.patch.object(model.head, "normed", wraps=model.head.normed) as steps:
+        found, fused_logits = greedy(model, prompt)
+    assert steps.call_count == TOKENS
+    assert found == apart
+    assert (fused_logits - logits).abs().max() <= LAYER_ERROR * LINEARS * logits.abs().max()
+    assert not torch.equal(fused_logits, logits)
+
+
+@pytest.mark.parametrize("rows", [3, 16, 29])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_each_compound_is_that_of_the_weight_it_stands_for(scheme, rows, on_units):
+    """In float64; of codes in an order of their own, with a bias."""
+    weight = round_weight(torch.randn(256, 128) / 8, scheme, torch.float16, torch.randperm(128))
+    wide, bias = weight.dequantize().double(), torch.randn(256).bfloat16()
+    layer = QuantizedLinear(weight, bias, torch.bfloat16)
+    assert layer.fuses(rows)
+    assert isinstance(layer.packed.weight, UnitWeight)
+    norm = delayed_norm(torch.randn(rows, 128).bfloat16(), torch.randn(128).bfloat16(), 1e-5)
+    expected = norm.factors().double()[:, None] * (norm.weighted.double() @ wide.t()) + bias.double()
+    out = torch.empty(rows, 256)
+    assert layer.normed(norm, out) is out
+    assert_rounded(out, expected)
+    assert_rounded(layer.normed(norm), expected)
+    gate, up = expected.chunk(2, 1)
+    assert_rounded(layer.normed_silu_mul(norm), gate / (1 + torch.exp(-gate)) * up)
+    x, residual = torch.randn(rows, 128).bfloat16(), torch.randn(rows, 256).bfloat16()
+    norm_weight, expected = torch.randn(256).bfloat16(), residual.double() + x.double() @ wide.t() + bias.double()
+    stream, found = layer.add(x, residual, norm_weight, 1e-5)
+    assert stream is residual
+    assert_rounded(stream, expected)
+    assert torch.equal(found.weighted, stream * norm_weight)
+
+
+def assert_rounded(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """Once, to bfloat16."""
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_float16_has_no_room_for_a_delayed_norm(on_units):
+    weight = round_weight(torch.randn(128, 64), SCHEMES[0], torch.float16)
+    assert QuantizedLinear(weight, None, torch.bfloat16).fuses(1)
+    assert not QuantizedLinear(weight, None, torch.float16).fuses(1)
+    assert not QuantizedLinear(weight, None, torch.bfloat16).fuses(0)
