@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bladellm_kernels.prefix_groups import PrefixGroup as PrefixGroup
-from bladellm_kernels.prefix_groups import PrefixTree, shared_tokens
+from bladellm_kernels.prefix_groups import PrefixTree
 
 from bladellm_runtime.kv.accounting import KvAccounting
 
@@ -60,11 +60,14 @@ class SharedReads:
     def _paying(self, slots: Sequence[int]) -> tuple[PrefixGroup, ...]:
         rule, size = self.rule, self._granule_tokens
         found = self._tree.groups(rule.members, -(-rule.group_tokens // size))
-        # A row may be left out of a step, for want of memory.
         rows = {slot: row for row, slot in enumerate(slots)} if found else {}
-        groups = [
-            PrefixGroup(tuple([rows[slot] for slot in group.rows if slot in rows]), group.granules) for group in found
-        ]
-        groups = [group for group in groups if len(group.rows) > 1 and shared_tokens(group.granules, size)]
-        saved = sum([group.saved_tokens(rule.members, size) for group in groups])
+        groups: list[PrefixGroup] = []
+        saved = 0
+        for group in found:
+            # A row may be left out of a step, for want of memory.
+            group = PrefixGroup(tuple([rows[slot] for slot in group.rows if slot in rows]), group.granules)
+            tokens = group.saved_tokens(rule.members, size)
+            if tokens > 0:
+                groups.append(group)
+                saved += tokens
         return tuple(groups) if groups and saved >= rule.step_tokens else ()

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 ALIGNED = 128
 """Tokens: shared beginnings end where a block of any schedule of decode attention does."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixGroup:
+class PrefixGroup(NamedTuple):
     """Rows of a batch, at least two, whose first `granules` granules are the same."""
 
     rows: tuple[int, ...]
