@@ -86,6 +86,9 @@ def check_all(way):
     paged = {"granule_tokens": 64, "paged": True}
     check_cascade("int4_affine", half, (2, 1, 32), lens[:5], [PrefixGroup((1, 4), 5)], way=way, **paged)
     check_cascade("no_quant", torch.float32, (4, 1, 8), [1, 2], [], way=way, granule_tokens=128)
+    check_cascade(
+        "no_quant", torch.float32, (6, 2, 8), [300, 270], [PrefixGroup((1, 0), 2)], way=way, granule_tokens=128
+    )
     # Beginnings too short for a block are not shared.
     check_cascade("no_quant", half, (2, 1, 16), [50, 60], [PrefixGroup((0, 1), 2)], way=way, granule_tokens=16)
 
@@ -156,3 +159,26 @@ def test_groups_become_tiles():
     prefixes.set([], 128)
     assert not prefixes.lens.any()
     assert (prefixes.rows == -1).all()
+
+
+def test_every_row_finds_its_place_in_a_tile():
+    for _ in range(50):
+        batch, members = random.randint(1, 30), random.randint(1, 5)
+        cuts = sorted(random.sample(range(batch + 1), random.randint(0, batch)))
+        order = random.sample(range(batch), batch)
+        parts = [order[first:last] for first, last in zip([0, *cuts], [*cuts, batch], strict=True)]
+        groups = [PrefixGroup(tuple(part), random.randint(1, 5)) for part in parts if len(part) > 1]
+        prefixes = SharedPrefixes(torch.device("cpu"), batch, members)
+        prefixes.set(groups, 100)
+        shared = {row: group for group in groups for row in group.rows if prefixes.tokens[row]}
+        for row, group in shared.items():
+            tile, member = divmod(int(prefixes.places[row]), members)
+            assert prefixes.rows[tile, member] == row
+            assert prefixes.lens[tile] == prefixes.tokens[row] == group.granules * 100 // 128 * 128
+            assert prefixes.leaders[tile] == group.rows[0]
+        used = prefixes.rows[prefixes.lens > 0]
+        assert sorted(used[used >= 0].tolist()) == sorted(shared)
+        assert ((used >= 0).sum(1) > 1).all()
+        for group in groups if members > 1 else []:
+            alone = sum(row not in shared for row in group.rows)
+            assert alone == (len(group.rows) % members == 1 if group.granules > 1 else len(group.rows))
