@@ -15,6 +15,7 @@ from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
 from bladellm_runtime.config import GIB, GPU_STEP_TOKENS, EngineArgs
+from bladellm_runtime.engine.cascade import Cascade, make_cascade, sharing_rule
 from bladellm_runtime.engine.compile_kernels import compile_ahead, keep_kernel_list
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
@@ -117,9 +118,13 @@ def build_engine(args: EngineArgs, capture: Capture | None = None) -> Engine:
         planned = plan_prefill(spec, dtype, arena, limits)
     runner = ModelRunner(model, arena, sampling, workspace, rotation, planned)
     with times.phase("capture graphs"):
-        capture_steps(args, runner, device, capture)
+        cascade = make_cascade(args, spec, arena, shape, graph_sizes(args))
+        capture_steps(args, runner, device, capture, cascade)
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
-    scheduler = Scheduler(limits, memory)
+    sharing = None
+    if cascade is not None and runner.shared_rows:
+        sharing = sharing_rule(cascade, kv_spec, runner.shared_rows)
+    scheduler = Scheduler(limits, memory, sharing=sharing)
     core = EngineCore(scheduler, runner, overlap=not args.disable_overlap)
     with times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
@@ -176,7 +181,9 @@ def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: to
     return DecodeWorkspace(device, num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1, shape.format, shape.dtype)
 
 
-def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None) -> None:
+def capture_steps(
+    args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None, cascade: Cascade | None
+) -> None:
     """Have the runner capture steps where the flags and the device allow it, those of most tokens first: the memory of
     all others fits into theirs."""
     if capture is None and device.type == "cuda" and has_triton():
@@ -187,7 +194,7 @@ def capture_steps(args: EngineArgs, runner: ModelRunner, device: torch.device, c
     if sizes and capture is not None:
         if mixed := mixed_sizes(args):
             runner.capture_mixed(mixed, capture)
-        runner.capture(sizes, capture)
+        runner.capture(sizes, capture, cascade)
         if device.type == "cuda":
             # Memory of the work before it was captured, which no step will use.
             torch.cuda.empty_cache()

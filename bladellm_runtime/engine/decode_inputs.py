@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from bladellm_kernels.cascade_decode_attention import SharedPrefixes, fields_length, pack_groups
+from bladellm_kernels.prefix_groups import PrefixGroup
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,9 +35,10 @@ class DecodeArrays(NamedTuple):
 
 
 class DecodeInputs:
-    """The arrays of steps of up to `max_size` decode rows. One stream writes and reads them."""
+    """The arrays of steps of up to `max_size` decode rows, and what these share. One stream writes and reads them."""
 
-    def __init__(self, max_size: int, arena: KvArena) -> None:
+    def __init__(self, max_size: int, arena: KvArena, members: int = 0) -> None:
+        """members: sequences that share one read, 0 where none do."""
         fields = len(DecodeArrays._fields)
         self.padding_slot = arena.spec.num_slots
         """Belongs to no sequence: per-slot arrays that padding reads or writes have one place more than slots."""
@@ -44,14 +47,24 @@ class DecodeInputs:
         self._tabled, self._paged = layer.table is not None, layer.paged
         # In the order of the fields of `DecodeArrays`.
         self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0], [-1]], dtype=np.int64)
-        self._static = torch.zeros(fields * max_size, dtype=torch.int64, device=arena.device)
-        self._host = HostRing(fields * max_size, arena.device)
+        self._members = members
+        length = fields * max_size + (fields_length(max_size, members) if members else 0)
+        self._static = torch.zeros(length, dtype=torch.int64, device=arena.device)
+        self._host = HostRing(length, arena.device)
+        self._packed = np.empty(0, dtype=np.int64)
+        self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
         self.slots = np.empty(0, dtype=np.int64)
         """Of the plan sent last."""
 
     def arrays(self, size: int) -> DecodeArrays:
         """The arrays of steps that are padded to `size` rows: always the same memory."""
         return DecodeArrays(*self._static[: len(DecodeArrays._fields) * size].view(-1, size))
+
+    def prefixes(self, size: int) -> SharedPrefixes:
+        """What the rows of such steps share, in static memory behind their arrays; undefined until it is sent."""
+        first = len(DecodeArrays._fields) * size
+        fields = self._static[first : first + fields_length(size, self._members)]
+        return SharedPrefixes(self._static.device, size, self._members, fields)
 
     def batch(self, size: int, last_token: Tensor) -> ForwardBatch:
         """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""
@@ -72,7 +85,8 @@ class DecodeInputs:
         )
 
     def send(self, plan: StepPlan | None, size: int) -> None:
-        """Queue the upload of a plan of decode rows, padded to `size`; without a plan all of it is padding.
+        """Queue the upload of a plan of decode rows, padded to `size`; without a plan all of it is padding. What rows
+        share goes along where they do.
 
         The memory operations of the plan must have been submitted. Never waits for the device.
         """
@@ -83,8 +97,20 @@ class DecodeInputs:
         host[:, rows:] = self._padding
         if plan is not None:
             self._fill(host[:, :rows], plan)
+            if plan.prefixes:
+                packed = self._pack(plan.prefixes, size)
+                buffer.array[length : length + len(packed)] = packed
+                length += len(packed)
         self._static[:length].copy_(buffer.tensor[:length], non_blocking=True)
         buffer.mark()
+
+    def _pack(self, groups: tuple[PrefixGroup, ...], size: int) -> NDArray[np.int64]:
+        """The fields of `prefixes`: steps have the same groups, as one object, while the same rows decode."""
+        before, its_size = self._packed_for
+        if before is not groups or its_size != size:
+            self._packed = pack_groups(groups, self._arena.spec.granule_tokens, size, self._members)
+            self._packed_for = groups, size
+        return self._packed
 
     def _fill(self, host: NDArray[np.int64], plan: StepPlan) -> None:
         """host: [fields, rows]."""

@@ -33,7 +33,7 @@ class LaunchTimer:
         self._cost = cost
         self._margin = MARGIN_SECONDS
         self._host = dict(HOST_SECONDS)
-        self._seconds: dict[tuple[bool, int], float] = {}
+        self._seconds: dict[tuple[bool, bool, int], float] = {}
         self._known: deque[bool] = deque()
 
     def launched(self, plan: StepPlan, seconds: float, waited: bool, late: bool) -> None:
@@ -73,6 +73,6 @@ def _has_prompts(plan: StepPlan) -> bool:
     return plan.num_decode < len(plan.slots)
 
 
-def _kind(plan: StepPlan) -> tuple[bool, int]:
+def _kind(plan: StepPlan) -> tuple[bool, bool, int]:
     """The same for steps that take about as long."""
-    return _has_prompts(plan), bisect.bisect_left(SIZES, sum(plan.query_lens))
+    return _has_prompts(plan), bool(plan.prefixes), bisect.bisect_left(SIZES, sum(plan.query_lens))

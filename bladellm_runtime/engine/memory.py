@@ -7,6 +7,7 @@ import torch
 from bladellm_kernels.prefill_tiles import PROGRAMS
 
 from bladellm_runtime.config import GIB, EngineArgs
+from bladellm_runtime.engine.cascade import cascade_sizes
 from bladellm_runtime.engine.mixed_graphs import mixed_sizes
 from bladellm_runtime.engine.step_graphs import graph_sizes
 from bladellm_runtime.errors import ConfigError
@@ -55,12 +56,13 @@ def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     """About what captured steps take: the largest one's activations, which all share, logits of the largest decode
     step, parts of prefill attention, and CUDA's own of each."""
     sizes, mixed = graph_sizes(args), mixed_sizes(args)
+    shared = [] if args.disable_prompt_cache else cascade_sizes(sizes)
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     logits = max(sizes, default=0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
     # Beside the activations, what the final norm leaves.
     activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + spec.hidden_size) * dtype.itemsize
     parts = PROGRAMS * PROGRAM_STATE * spec.head_dim * torch.float32.itemsize if mixed else 0
-    return logits + activations + parts + (len(sizes) + len(mixed)) * GRAPH_BYTES
+    return logits + activations + parts + (len(sizes) + len(shared) + len(mixed)) * GRAPH_BYTES
 
 
 def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, table: MemoryTable) -> int:

@@ -16,6 +16,7 @@ from bladellm_kernels.decode_work import DecodeWorkspace
 from bladellm_kernels.prefill_calls import PlannedCalls
 
 from bladellm_runtime.engine.captured_sampling import captured_sampling
+from bladellm_runtime.engine.cascade import Cascade
 from bladellm_runtime.engine.cuda_capture import Capture
 from bladellm_runtime.engine.host_ring import HostRing
 from bladellm_runtime.engine.inputs import FlatPlan, SlotTokens, StepInputs, build_inputs, flatten
@@ -85,11 +86,14 @@ class ModelRunner:
         self._sampled = torch.cuda.Event() if self._copies else None
         self._worker = None if self._copies else concurrent.futures.ThreadPoolExecutor(1, "runner")
 
-    def capture(self, sizes: Sequence[int], capture: Capture) -> None:
-        """Capture decode steps of these batch sizes; before the first step. Warns, and goes on without, if it fails."""
+    def capture(self, sizes: Sequence[int], capture: Capture, cascade: Cascade | None = None) -> None:
+        """Capture decode steps of these batch sizes; before the first step. Warns, and goes on without, if it fails.
+
+        cascade: capture steps that read what rows share once too.
+        """
         sampling = captured_sampling(self._sampling, self._last_token, max(sizes), self._model.dtype)
         graphs = StepGraphs(
-            sizes, self._model, self._arena, sampling, self._last_token, self._workspace, self._rotation
+            sizes, self._model, self._arena, sampling, self._last_token, self._workspace, self._rotation, cascade
         )
         self._graphs = graphs if graphs.capture_all(capture) else None
 
@@ -97,6 +101,11 @@ class ModelRunner:
         """Capture steps with prefill chunks, of these token counts; as `capture`."""
         graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, self._workspace, self._rotation)
         self._mixed = graphs if graphs.capture_all(capture) else None
+
+    @property
+    def shared_rows(self) -> int:
+        """Decode rows of a plan that may say what they share, at most; 0 where none may."""
+        return 0 if self._graphs is None else self._graphs.shared_rows
 
     @property
     def mixed_sizes(self) -> Sequence[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.captured_sampling import CapturedSampling
+from bladellm_runtime.engine.cascade import Cascade, cascade_sizes
 from bladellm_runtime.engine.cuda_capture import Capture, Work, capture_sizes
 from bladellm_runtime.engine.decode_inputs import DecodeInputs
 from bladellm_runtime.kv.arena import KvArena
@@ -58,15 +59,19 @@ class StepGraphs:
         last_token: Tensor,
         workspace: DecodeWorkspace | None,
         rotation: Tensor | None,
+        cascade: Cascade | None = None,
     ) -> None:
-        """last_token: int64 [slots + 1]; the others as in `ModelRunner`."""
+        """last_token: int64 [slots + 1]; cascade: how shared beginnings are read once, never when None; the others as
+        in `ModelRunner`."""
         self._sizes = sorted(sizes)
         self._graphs: dict[int, StepGraph] = {}
+        self._cascades: dict[int, Work] = {}
+        self._cascade = cascade
         self._model = model
         self._last_token = last_token
         self._workspace = workspace
         self._rotation = rotation
-        self.inputs = DecodeInputs(self._sizes[-1], arena)
+        self.inputs = DecodeInputs(self._sizes[-1], arena, 0 if cascade is None else cascade.members)
         self.sampling = sampling
 
     @torch.inference_mode()
@@ -75,19 +80,35 @@ class StepGraphs:
         self._graphs = capture_sizes(
             "graph_batch_size", self._sizes, partial(self._capture, capture), "decode steps run without CUDA graphs"
         )
+        if self._cascade is not None and self._graphs:
+            self._cascades = capture_sizes(
+                "graph_shared_batch_size",
+                cascade_sizes(self._sizes),
+                partial(self._capture_cascade, capture, self._cascade),
+                "decode rows read what they share one by one",
+            )
         return bool(self._graphs)
+
+    @property
+    def shared_rows(self) -> int:
+        """Rows of the largest step whose plan may say what they share; 0 where none may."""
+        return max(self._cascades, default=0)
 
     def size_for(self, plan: StepPlan) -> int | None:
         """The captured size for a plan; None where it has prefill chunks or more rows than any size."""
         rows = len(plan.slots)
         if plan.num_decode < rows or rows > self._sizes[-1]:
             return None
-        return self._sizes[bisect.bisect_left(self._sizes, rows)]
+        sizes = sorted(self._cascades) if plan.prefixes else self._sizes
+        return sizes[bisect.bisect_left(sizes, rows)]
 
     def forward(self, plan: StepPlan, size: int) -> Tensor:
         """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `sampling.logits`."""
         graph = self._graphs[size]
-        (graph.light if sum(plan.starts) <= LIGHT_TOKENS else graph.forward)()
+        if plan.prefixes:
+            self._cascades[size]()
+        else:
+            (graph.light if sum(plan.starts) <= LIGHT_TOKENS else graph.forward)()
         return self.sampling.logits[: len(plan.slots)]
 
     def sampling_stage(self) -> int | None:
@@ -115,3 +136,17 @@ class StepGraphs:
         differs = self._workspace is not None and self._model.fuses(size)
         light = capture(partial(forward, True)) if differs else captured
         return StepGraph(captured, light, [capture(sampling) for sampling in samplings])
+
+    def _capture_cascade(self, capture: Capture, cascade: Cascade, size: int) -> Work:
+        """The forward pass that reads what rows share once."""
+        self.inputs.send(None, size)
+        prefixes, logits = self.inputs.prefixes(size), self.sampling.logits[:size]
+        prefixes.set([], 1)
+
+        def forward() -> None:
+            batch = self.inputs.batch(size, self._last_token)
+            batch.workspace, batch.rotation = self._workspace, self._rotation
+            batch.prefixes, batch.cascade = prefixes, cascade.workspace
+            self._model.decode(batch, out=logits)
+
+        return capture(forward)

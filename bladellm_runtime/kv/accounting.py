@@ -78,6 +78,12 @@ class KvAccounting:
         """Granules the sequence in a slot needs, shared ones included."""
         return self.granules.slots[slot].needed
 
+    def beginning(self, number: int) -> list[tuple[int, int]]:
+        """Units that a live slot shows and others may show too, from its position 0 on: full, and never written again.
+        Of each the first granule, and how many there are."""
+        slot = self._live(number)
+        return [(held.unit.first, held.unit.count) for held in slot.held[: slot.indexed]]
+
     def admit(
         self,
         tokens: Sequence[int],

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from bladellm_kernels.cascade_decode_attention import cascade_decode_attention
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.listed_prefill_attention import listed_prefill_attention
 from bladellm_kernels.prefill_sdpa import empty_queries
@@ -113,25 +114,22 @@ class Attention:
         if not batch.num_decode:
             return self._attend_prefills(q, kv, batch, None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        count = batch.num_decode
-        ragged_decode_attention(
-            q[:count],
-            kv,
-            batch.decode_base_rows,
-            batch.decode_slots,
-            batch.decode_kv_lens,
-            batch.max_decode_kv_len,
-            self.shape.scale,
-            self.shape.window,
-            work=batch.decode_work(self.shape.window),
-            out=out[:count],
-        )
+        self._attend_decodes(q[: batch.num_decode], kv, batch, out[: batch.num_decode])
         if batch.prefill_lists is not None:
             tiles = batch.prefill_lists[self.shape.window]
             listed_prefill_attention(q, kv, tiles, self.shape.scale, self.shape.window, out)
         elif batch.prefills:
             self._attend_prefills(q, kv, batch, out)
         return out
+
+    def _attend_decodes(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
+        rows = (batch.decode_base_rows, batch.decode_slots, batch.decode_kv_lens)
+        scale, window, prefixes = self.shape.scale, self.shape.window, batch.prefixes
+        if prefixes is not None and window is None:
+            cascade_decode_attention(q, kv, *rows, scale, prefixes, batch.cascade_work(prefixes), out)
+            return
+        work = batch.decode_work(window)
+        ragged_decode_attention(q, kv, *rows, batch.max_decode_kv_len, scale, window, work=work, out=out)
 
     def _attend_prefills(
         self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor | None

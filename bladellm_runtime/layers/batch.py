@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from bladellm_kernels.cascade_decode_attention import CascadeWork, CascadeWorkspace, SharedPrefixes
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_tiles import PrefillTiles
@@ -48,9 +49,10 @@ class ForwardBatch:
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
-    decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode: decode
-    attention leaves room for the layer behind, see `DecodeWorkspace.plan`. wanted: those of `logit_tokens`, where they
-    are few: the last layer then attends, and has its MLP, for them alone.
+    decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode: decode attention
+    leaves room for the layer behind, see `DecodeWorkspace.plan`. prefixes: beginnings that decode rows share, read once
+    in layers without a window; cascade: where that is planned, None on a CPU. wanted: those of `logit_tokens`, where
+    they are few: the last layer then attends, and has its MLP, for them alone.
     """
 
     input_ids: torch.Tensor
@@ -70,8 +72,11 @@ class ForwardBatch:
     planned: PlannedCalls | None = None
     prefill_lists: dict[int | None, PrefillTiles] | None = None
     light_decode: bool = False
+    prefixes: SharedPrefixes | None = None
+    cascade: CascadeWorkspace | None = None
     wanted: WantedTokens | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
+    _cascade_work: CascadeWork | None = None
 
     def decode_work(self, window: int | None) -> DecodeWork | None:
         """How decode attention shares out this step's work: planned once for all layers that see the same window."""
@@ -80,3 +85,12 @@ class ForwardBatch:
         if window not in self._works:
             self._works[window] = self.workspace.plan(self.decode_kv_lens, window, 1, light=self.light_decode)
         return self._works[window]
+
+    def cascade_work(self, prefixes: SharedPrefixes) -> CascadeWork | None:
+        """The same for reading `prefixes` once: planned once for all layers without a window."""
+        if self.cascade is None:
+            return None
+        if self._cascade_work is None:
+            rows = (self.decode_base_rows, self.decode_slots, self.decode_kv_lens)
+            self._cascade_work = self.cascade.plan(prefixes, *rows)
+        return self._cascade_work

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from bladellm_runtime.kv.operations import MemoryPlan
+from bladellm_runtime.kv.shared_reads import PrefixGroup
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.step_cost import StepLoad, chunk_pairs
 from bladellm_runtime.wire.messages import TokenLogprobs
@@ -32,7 +33,8 @@ class StepPlan:
     `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length after the step is
     `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
 
-    `memory` is carried out before the forward pass.
+    `memory` is carried out before the forward pass. `prefixes`: rows that may read what they share once; none with
+    prefill chunks in the step.
     """
 
     step: int
@@ -44,6 +46,7 @@ class StepPlan:
     query_lens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     num_decode: int = 0
+    prefixes: tuple[PrefixGroup, ...] = ()
 
     @property
     def load(self) -> StepLoad:

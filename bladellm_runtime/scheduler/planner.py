@@ -2,6 +2,7 @@
 
 from itertools import chain
 
+from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
@@ -18,9 +19,11 @@ class Planner:
     turns, and prefills wait while they fill the step.
     """
 
-    def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
+    def __init__(self, limits: SchedulerLimits, roster: Roster, shared_reads: SharedReads | None = None) -> None:
         self.limits = limits
         self._roster = roster
+        self.shared_reads = shared_reads
+        """Says which decode rows read what they share once; None: each reads for itself."""
         self._half_granule = roster.slots.granule_tokens // 2
         self._short_rows = 0
         self.bound: StepBound | None = None
@@ -36,6 +39,8 @@ class Planner:
         budget = self._admit(plan, budget, now)
         if budget <= 0 and plan.slots:
             self._admit_ahead(plan, now)
+        if self.shared_reads is not None and plan.num_decode == len(plan.slots):
+            plan.prefixes = self.shared_reads.groups(plan.slots)
 
     def _bounded(self, bound: StepBound, plan: StepPlan, limit: int) -> int:
         """The budget for prompt tokens beside the plan's decode rows."""

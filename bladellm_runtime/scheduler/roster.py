@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.sequence import Sequence, State, insert, remove
 from bladellm_runtime.scheduler.slots import SlotTable
@@ -19,8 +20,10 @@ class Roster:
     arrived before whatever waits.
     """
 
-    def __init__(self, memory: KvAccounting) -> None:
+    def __init__(self, memory: KvAccounting, shared_reads: SharedReads | None = None) -> None:
+        """shared_reads: told which slots decode."""
         self.slots = SlotTable(memory)
+        self._shared_reads = shared_reads
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -108,4 +111,9 @@ class Roster:
             remove(old, seq)
         if (new := self._lists.get(state)) is not None:
             insert(new, seq)
+        if self._shared_reads is not None:
+            if state is State.DECODE:
+                self._shared_reads.enter(seq.slot)
+            elif seq.state is State.DECODE:
+                self._shared_reads.leave(seq.slot)
         seq.state = state

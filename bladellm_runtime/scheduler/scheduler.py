@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.shared_reads import SharedReads, SharingRule
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler import invariants
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, make_sequence, refusal
@@ -36,14 +37,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, memory: KvAccounting, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: SchedulerLimits,
+        memory: KvAccounting,
+        clock: Callable[[], float] = time.monotonic,
+        sharing: SharingRule | None = None,
     ) -> None:
+        """sharing: when decode rows read what they share once; never when None."""
         self._limits = limits
         self._memory = memory
         self._clock = clock
         self._capacity = kv_capacity(memory.spec)
-        self._roster = Roster(memory)
-        self._planner = Planner(limits, self._roster)
+        shared_reads = None if sharing is None else SharedReads(memory, sharing)
+        self._roster = Roster(memory, shared_reads)
+        self._planner = Planner(limits, self._roster, shared_reads)
         self._reader = ResultReader(self._roster)
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._added = 0

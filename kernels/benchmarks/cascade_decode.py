@@ -66,7 +66,7 @@ def measure(case: str, format_name: str, timer: GpuTimer) -> list[str]:
     most = shared + own
     ways: dict[str, Callable[[KvLayer], object]] = {
         "alone": lambda kv: ragged_decode_attention(q, kv, *memory, most, scale, work=plain, out=out),
-        "cascade": lambda kv: cascade_decode_attention(q, kv, *memory, scale, cascade, out),
+        "cascade": lambda kv: cascade_decode_attention(q, kv, *memory, scale, prefixes, cascade, out),
     }
     stored = ((shared + batch * own) * kv_heads * 2) * problem.payload_bytes // (granules * GRANULE * kv_heads * 2)
     lines = []

@@ -9,51 +9,79 @@ captured CUDA graph stays valid for other groups. Source: the cascade of FlashIn
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace, row_tile
 from bladellm_kernels.kv_format import NO_QUANT, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.prefix_groups import PrefixGroup
+from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.merge_attention import merge_attention
+from bladellm_kernels.prefix_groups import PrefixGroup, shared_tokens
 
 _ROWS = 16
 """Query rows of a tile: with 32, states do not fit in registers."""
-_ALIGNED = 128
-"""Tokens: shared beginnings end where a block of any schedule does."""
 
 
 class SharedPrefixes:
-    """Which of `batch` sequences share beginnings, on the device; none at first.
+    """Which of `batch` sequences share beginnings, on the device; none until `set`, or a copy of `packed` to `fields`.
 
     members: sequences of a tile. lens: int64 [tiles], tokens that a tile's sequences share. leaders: int64 [tiles], the
     one whose memory is read. rows: int64 [tiles, members], its sequences, -1 for none. tokens: int64 [B], how many a
-    sequence shares. places: int64 [B], tile · members + member.
+    sequence shares. places: int64 [B], tile · members + member. All of them lie in `fields`, one behind the other.
     """
 
-    def __init__(self, device: torch.device, batch: int, members: int) -> None:
+    def __init__(self, device: torch.device, batch: int, members: int, fields: torch.Tensor | None = None) -> None:
+        """fields: int64 [`fields_length(batch, members)`] on the device, to be filled by the caller; new when None."""
         self.members = members
-        self.tiles = max(batch // 2, 1)
+        self.tiles = _tiles(batch)
         self._sizes = [self.tiles, self.tiles, self.tiles * members, batch, batch]
-        self._fields = torch.empty(sum(self._sizes), dtype=torch.int64, device=device)
-        self.lens, self.leaders, rows, self.tokens, self.places = self._fields.split(self._sizes)
+        given = fields is not None
+        self.fields = torch.empty(sum(self._sizes), dtype=torch.int64, device=device) if fields is None else fields
+        self.lens, self.leaders, rows, self.tokens, self.places = self.fields.split(self._sizes)
         self.rows = rows.view(self.tiles, members)
-        self.set([], 1)
+        if not given:
+            self.set([], 1)
 
     def set(self, groups: Sequence[PrefixGroup], granule_tokens: int) -> None:
         """Take over the groups of a step, by one copy."""
-        lens, leaders, rows, tokens, places = ([0] * size for size in self._sizes)
-        rows = [-1] * len(rows)
-        tile = 0
-        for group in groups:
-            shared = group.granules * granule_tokens // _ALIGNED * _ALIGNED
-            for first in range(0, len(group.rows) if shared else 0, self.members):
-                part = group.rows[first : first + self.members]
-                lens[tile], leaders[tile] = shared, group.rows[0]
-                for member, row in enumerate(part):
-                    place = tile * self.members + member
-                    rows[place], tokens[row], places[row] = row, shared, place
-                tile += 1
-        self._fields.copy_(torch.tensor([*lens, *leaders, *rows, *tokens, *places]), non_blocking=True)
+        packed = pack_groups(groups, granule_tokens, len(self.tokens), self.members)
+        self.fields.copy_(torch.from_numpy(packed), non_blocking=True)
+
+
+def fields_length(batch: int, members: int) -> int:
+    """Numbers that `SharedPrefixes` has of so many sequences."""
+    return _tiles(batch) * (2 + members) + 2 * batch
+
+
+def pack_groups(groups: Sequence[PrefixGroup], granule_tokens: int, batch: int, members: int) -> NDArray[np.int64]:
+    """The fields of `SharedPrefixes` for disjoint groups. Whoever would be alone in a tile reads for itself."""
+    tiles = _tiles(batch)
+    packed = np.zeros(fields_length(batch, members), dtype=np.int64)
+    lens, leaders, rows, tokens, places = np.split(packed, np.cumsum([tiles, tiles, tiles * members, batch]))
+    rows[:] = -1
+    useful = [group for group in groups if members > 1 and shared_tokens(group.granules, granule_tokens)]
+    if not useful:
+        return packed
+    shared = np.array([shared_tokens(group.granules, granule_tokens) for group in useful])
+    sizes = np.array([len(group.rows) for group in useful])
+    flat = np.array([row for group in useful for row in group.rows])
+    group, starts = np.repeat(np.arange(len(useful)), sizes), np.cumsum(sizes) - sizes
+    index = np.arange(len(flat)) - starts[group]
+    counts = sizes // members + (sizes % members > 1)
+    kept = index // members < counts[group]
+    row, group, index = flat[kept], group[kept], index[kept]
+    tile = (np.cumsum(counts) - counts)[group] + index // members
+    place = tile * members + index % members
+    lens[tile], leaders[tile] = shared[group], flat[starts[group]]
+    rows[place], tokens[row], places[row] = row, shared[group], place
+    return packed
+
+
+def _tiles(batch: int) -> int:
+    """Most tiles of a batch: none has less than two sequences."""
+    return max(batch // 2, 1)
 
 
 @dataclass(slots=True)
@@ -109,13 +137,17 @@ def cascade_decode_attention(
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
-    work: CascadeWork,
+    prefixes: SharedPrefixes,
+    work: CascadeWork | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`ragged_decode_attention` on CUDA with one query a sequence and no window, `work` planned for the step.
+    """`ragged_decode_attention` with one query a sequence and no window. Reads what sequences share from the memory of
+    one of them.
 
-    Reads what sequences share from the memory of one of them.
+    work: planned with `prefixes` for the step on CUDA, None on a CPU. Returns `out`, like q.
     """
+    if work is None:
+        return _attend_parts(q, kv, base_rows, slots, kv_lens, scale, prefixes, out)
     from bladellm_kernels.merge_attention_triton import merge_segments
     from bladellm_kernels.ragged_decode_triton import launch_segments
 
@@ -123,3 +155,40 @@ def cascade_decode_attention(
     launch_segments(q, kv, base_rows, slots, kv_lens, scale, work.own, out)
     merge_segments(work.own, out, work.shared, work.places)
     return out
+
+
+def _attend_parts(
+    q: torch.Tensor,
+    kv: KvLayer,
+    base_rows: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    prefixes: SharedPrefixes,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The same on a CPU: each tile to what it shares, each sequence to the rest, and both merged in float32."""
+    parts = [torch.zeros(q.shape, dtype=torch.float32) for _ in range(2)]
+    logs = [torch.full(q.shape[:2], float("-inf")) for _ in range(2)]
+
+    def attend(part: int, rows: list[int], reader: int, first: int, end: int) -> None:
+        if end > first:
+            k, v = kv_read(kv, bases[reader], places[reader], first, end, torch.float32).unbind(1)
+            parts[part][rows], logs[part][rows] = _attend(q[rows].float(), k, v, scale)
+
+    bases, places = base_rows.tolist(), slots.tolist()
+    for length, leader, rows in zip(
+        prefixes.lens.tolist(), prefixes.leaders.tolist(), prefixes.rows.tolist(), strict=True
+    ):
+        attend(0, [row for row in rows if row >= 0], leader, 0, length)
+    for row, (first, end) in enumerate(zip(prefixes.tokens.tolist(), kv_lens.tolist(), strict=True)):
+        attend(1, [row], row, first, end)
+    return merge_attention(parts, logs, out)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [N, Hq, D] to k, v [T, Hk, D] -> outputs like q, and logarithms of sums of exponentials [N, Hq]."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("nhgd,thd->nhgt", grouped, k) * scale
+    outputs = torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), v)
+    return outputs.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)

@@ -3,14 +3,16 @@
 Runs the engine in this process. With `--load_format dummy`, the default, only a model folder's config is needed.
 `host` is the median of what the CPU does for a step, waiting for the device left out; `map wait` the longest that a
 launch waited for KV memory. Neither costs anything while the GPU runs the step before: `late` counts the steps
-launched after it had. With `--trace` a profiler runs over some more steps: idle is the share of the time in which no
-kernel ran.
+launched after it had. With `--shared_prefix` all prompts begin with so many tokens that are the same, and a batch is
+measured twice: rows read them each for itself, and once for several where that pays. With `--trace` a profiler runs
+over some more steps: idle is the share of the time in which no kernel ran.
 """
 
 import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ HOST_PARTS = ("plan", "launch", "complete")
 def measure(engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Milliseconds a step, and microseconds of the host, of `batch` requests that all decode."""
     memory = engine.arena.stats
-    start_decoding(engine, batch, args.input, args.steps + args.traced + 200, args.seed, temperature=args.temperature)
+    tokens = args.steps + args.traced + 200
+    start_decoding(engine, batch, args.input, tokens, args.seed, args.shared_prefix, temperature=args.temperature)
     run_steps(engine, args.warm)
     clocks.reset()
     lateness.late.clear()
@@ -50,6 +53,21 @@ def measure(engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.N
         found |= trace(engine, args, batch)
     finish(engine.core, batch)
     return found
+
+
+def measure_reads(
+    engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.Namespace, batch: int
+) -> Iterator[dict[str, Any]]:
+    """The same with what rows share read by each of them, and once where that pays; shared: steps that did so."""
+    planner = engine.core._scheduler._planner
+    shared_reads, shared = planner.shared_reads, [False]
+    engine.core.watch = lambda plan, _: shared.append(bool(plan.prefixes))
+    for reads in ("apart", "together"):
+        planner.shared_reads = shared_reads if reads == "together" else None
+        shared.clear()
+        found = measure(engine, clocks, lateness, args, batch)
+        yield found | {"reads": reads, "shared": sum(shared)}
+    engine.core.watch = None
 
 
 def run_steps(engine: Engine, steps: int) -> float:
@@ -101,7 +119,8 @@ def report(found: dict[str, Any], shown: bool) -> str:
         f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f} | {found['late']:.0f} | {idle}"
     )
     goals = " | ".join(number(figure) for figure in (target.floor, target.peer, target.least))
-    return f"| {found['batch']} | {goals} | {step} |"
+    reads = f" {found['reads']} ({found['shared']} shared)" if "reads" in found else ""
+    return f"| {found['batch']}{reads} | {goals} | {step} |"
 
 
 def print_host_parts(rows: list[dict[str, Any]]) -> None:
@@ -114,13 +133,13 @@ def print_host_parts(rows: list[dict[str, Any]]) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    tokens = args.input + args.steps + args.traced + args.warm + 264
+    tokens = args.shared_prefix + args.input + args.steps + args.traced + args.warm + 264
     engine = build_engine(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=tokens, max_running_requests=max(args.batches), kv_cache_quant=args.kv_cache_quant,
             attn_cls=args.attn_cls, kv_cache_gib=args.kv_cache_gib, disable_cuda_graph=args.disable_cuda_graph,
-            disable_overlap=args.disable_overlap, disable_prompt_cache=True,
+            disable_overlap=args.disable_overlap, disable_prompt_cache=not args.shared_prefix,
             max_gpu_memory_utilization=args.max_gpu_memory_utilization,
         )
     )  # fmt: skip
@@ -130,8 +149,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print("| batch | floor ms | vLLM | at least | step ms | host µs | map wait µs | late | idle |\n|" + " --- |" * 9)
     clocks, lateness, rows = watch_steps(engine.core), Lateness(engine.core._runner), []
     for batch in args.batches:
-        rows.append(measure(engine, clocks, lateness, args, batch))
-        print(report(rows[-1], not args.no_targets), flush=True)
+        case = (engine, clocks, lateness, args, batch)
+        for row in measure_reads(*case) if args.shared_prefix else [measure(*case)]:
+            rows.append(row)
+            print(report(row, not args.no_targets and not args.shared_prefix), flush=True)
     print_host_parts(rows)
     engine.core.close()
     return {"phases": phases, "memory_gib": memory, "rows": rows}
@@ -142,6 +163,7 @@ def main() -> None:
     parser.add_argument("model", help="model folder")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--input", type=int, default=512, help="prompt tokens of a request")
+    parser.add_argument("--shared_prefix", type=int, default=0, help="tokens before those that all prompts share")
     parser.add_argument("--steps", type=int, default=100, help="steps timed a batch size")
     parser.add_argument("--warm", type=int, default=10, help="steps before those")
     parser.add_argument("--trace", type=Path, help="file for the kernels by time, written anew")

@@ -83,6 +83,7 @@ class OneEngine:
             seed=0,
             temperature=0.0,
             trace=None,
+            shared_prefix=0,
         )
         found = [
             decode_steps.measure(self.engine, self.clocks, self.lateness, args, batch) for batch in self.cases.decode

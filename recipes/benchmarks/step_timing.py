@@ -83,12 +83,18 @@ class Lateness:
         return step
 
 
-def start_decoding(engine: Engine, batch: int, prompt_len: int, tokens: int, seed: int, **sampling: Any) -> None:
-    """Add `batch` requests of random prompts that never end early, and step until all of them decode."""
+def start_decoding(
+    engine: Engine, batch: int, prompt_len: int, tokens: int, seed: int, shared: int = 0, **sampling: Any
+) -> None:
+    """Add `batch` requests of random prompts that never end early, and step until all of them decode.
+
+    shared: tokens before those of each prompt that are the same in all of them.
+    """
     rng = np.random.default_rng(seed)
     params = SamplingParams(**({"temperature": 0.0} | sampling), max_tokens=tokens, ignore_eos=True, seed=seed)
+    system = rng.integers(0, engine.ready.vocab_size, shared).tolist()
     for index in range(batch):
-        prompt = rng.integers(0, engine.ready.vocab_size, prompt_len).tolist()
+        prompt = system + rng.integers(0, engine.ready.vocab_size, prompt_len).tolist()
         engine.core.add(AddRequest(index, prompt, params, 0, time.monotonic()))
     first: set[int] = set()
     while len(first) < batch:

@@ -1,9 +1,11 @@
 """The engine loop on a device with a clock: the next step is planned late, but not too late."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from bladellm_kernels.prefix_groups import PrefixGroup
 
 from bladellm_runtime.engine import core as core_module
 from bladellm_runtime.engine import loop as loop_module
@@ -151,3 +153,12 @@ def test_a_step_with_prompts_is_planned_as_much_earlier_as_the_host_needs():
     assert timer.spare(mixed, False) - timer.spare(plan, False) == pytest.approx(0.01)
     on_time(timer, plan, 0.003, 0.01)
     assert timer.spare(plan, False) == pytest.approx(0.007 - MARGIN_SECONDS), "one slow launch counts at once"
+
+
+def test_steps_that_share_reads_are_expected_to_take_as_long_as_each_other():
+    timer, alone = LaunchTimer(COST), StepPlan(1, query_lens=[1] * 40, slots=[0] * 40, num_decode=40)
+    shared = replace(alone, prefixes=(PrefixGroup(tuple(range(40)), 20),))
+    for plan, seconds in ((alone, 0.008), (shared, 0.006)):
+        timer.launched(plan, 0.0001, waited=False, late=False)
+        timer.completed(plan, seconds)
+    assert timer.spare(alone, False) - timer.spare(shared, False) == pytest.approx(0.002)

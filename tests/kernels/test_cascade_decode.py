@@ -5,7 +5,12 @@ import random
 import pytest
 import torch
 from bladellm_kernels import decode_work
-from bladellm_kernels.cascade_decode_attention import CascadeWorkspace, SharedPrefixes, cascade_decode_attention
+from bladellm_kernels.cascade_decode_attention import (
+    CascadeWorkspace,
+    SharedPrefixes,
+    cascade_decode_attention,
+    tile_members,
+)
 from bladellm_kernels.prefix_groups import PrefixGroup
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention_reference
 
@@ -15,9 +20,9 @@ from tests.kernels.decode_support import decode_case, run_interpreted
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 
 
-def share(case, groups, poisoned=True):
-    """Make what groups share the same; then, if asked for, poison it wherever it is not the first one's memory. Returns
-    the reference's outputs."""
+def share(case, groups, members=1):
+    """Make what groups share the same; then, where `members` rows share a read, poison it in all of them but a group's
+    first, and but the one that may be left alone. Returns the reference's outputs."""
     granule_tokens, table, payload = case.kv.granule_tokens, case.kv.table, case.kv.payload
     slots, bases = case.slots.tolist(), case.base_rows.tolist()
     for group in groups:
@@ -29,8 +34,10 @@ def share(case, groups, poisoned=True):
             if not case.kv.paged:
                 payload[bases[row] : bases[row] + tokens] = payload[bases[leader] : bases[leader] + tokens]
     expected = ragged_decode_attention_reference(*case.memory, case.scale)
-    for group in groups if poisoned and not case.kv.paged else []:
-        for row in group.rows[1:]:
+    for group in groups if members > 1 and not case.kv.paged else []:
+        for index, row in enumerate(group.rows):
+            if index == 0 or (index % members == 0 and index + 1 == len(group.rows)):
+                continue
             # Blocks of 128 tokens are shared.
             tokens = group.granules * granule_tokens // 128 * 128
             payload[bases[row] : bases[row] + tokens] = 119 if case.kv.format.quantized else torch.nan
@@ -48,27 +55,52 @@ def cascade(case, groups, prefixes=None, workspace=None):
     prefixes.set(groups, case.kv.granule_tokens)
     work = workspace.plan(prefixes, case.base_rows, case.slots, case.kv_lens)
     out = torch.full_like(case.q, torch.nan)
-    return cascade_decode_attention(*case.memory, case.scale, work, out)
+    return cascade_decode_attention(*case.memory, case.scale, prefixes, work, out)
 
 
-def check_cascade(format_name, dtype, heads, lens, groups, device="cpu", **options):
+def by_parts(case, groups):
+    """As on a CPU."""
+    prefixes = SharedPrefixes(case.q.device, len(case.kv_lens), members_of(case))
+    prefixes.set(groups, case.kv.granule_tokens)
+    return cascade_decode_attention(*case.memory, case.scale, prefixes, None, torch.full_like(case.q, torch.nan))
+
+
+def members_of(case):
+    heads, head_dim = case.q.shape[1:]
+    return tile_members(heads, case.kv.kv_heads, head_dim, case.q.dtype)
+
+
+def check_cascade(format_name, dtype, heads, lens, groups, device="cpu", way=cascade, **options):
     case = decode_case(format_name, dtype, heads, lens, device, **options)
-    expected = share(case, groups)
-    assert_close(cascade(case, groups), expected, dtype)
+    expected = share(case, groups, members_of(case))
+    assert_close(way(case, groups), expected, dtype)
+
+
+def check_all(way):
+    half = torch.float16
+    pair, trio = PrefixGroup((1, 4), 3), PrefixGroup((0, 2, 3), 2)
+    lens = [300, 420, 257, 266, 385, 1, 0]
+    check_cascade("no_quant", half, (4, 2, 16), lens, [pair, trio], way=way, granule_tokens=128)
+    check_cascade("int8", half, (16, 1, 16), lens, [trio], way=way, granule_tokens=128)
+    check_cascade("int8", half, (8, 1, 16), lens, [trio], way=way, granule_tokens=128)
+    paged = {"granule_tokens": 64, "paged": True}
+    check_cascade("int4_affine", half, (2, 1, 32), lens[:5], [PrefixGroup((1, 4), 5)], way=way, **paged)
+    check_cascade("no_quant", torch.float32, (4, 1, 8), [1, 2], [], way=way, granule_tokens=128)
+    check_cascade(
+        "no_quant", torch.float32, (6, 2, 8), [300, 270], [PrefixGroup((1, 0), 2)], way=way, granule_tokens=128
+    )
+    # Beginnings too short for a block are not shared.
+    check_cascade("no_quant", half, (2, 1, 16), [50, 60], [PrefixGroup((0, 1), 2)], way=way, granule_tokens=16)
 
 
 def interpret_cascade():
     processors = random.choice([1, 2, 3])
     decode_work.multiprocessors = lambda device: processors
-    half = torch.float16
-    pair, trio = PrefixGroup((1, 4), 3), PrefixGroup((0, 2, 3), 2)
-    lens = [300, 420, 257, 266, 385, 1, 0]
-    check_cascade("no_quant", half, (4, 2, 16), lens, [pair, trio], granule_tokens=128)
-    check_cascade("int8", half, (16, 1, 16), lens, [trio], granule_tokens=128)
-    check_cascade("int4_affine", half, (2, 1, 32), lens[:5], [PrefixGroup((1, 4), 5)], granule_tokens=64, paged=True)
-    check_cascade("no_quant", torch.float32, (4, 1, 8), [1, 2], [], granule_tokens=128)
-    # Beginnings too short for a block are not shared.
-    check_cascade("no_quant", half, (2, 1, 16), [50, 60], [PrefixGroup((0, 1), 2)], granule_tokens=16)
+    check_all(cascade)
+
+
+def test_on_a_cpu():
+    check_all(by_parts)
 
 
 def test_interpreted():
@@ -91,15 +123,15 @@ def test_on_the_gpu(heads, format_name, paged):
 @needs_gpu
 def test_a_captured_graph_holds_for_other_groups():
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [900, 870, 3000, 1, 1300, 2000], "cuda", 128)
-    expected = share(case, [PrefixGroup((0, 1, 2, 4, 5), 6)], poisoned=False)
+    expected = share(case, [PrefixGroup((0, 1, 2, 4, 5), 6)])
     workspace = CascadeWorkspace(case.q.device, 6, 32, 8, 128)
     prefixes = SharedPrefixes(case.q.device, 6, workspace.members)
     out = torch.empty_like(case.q)
 
     def step():
         work = workspace.plan(prefixes, case.base_rows, case.slots, case.kv_lens)
-        cascade_decode_attention(*case.memory, case.scale, work, out)
-        cascade_decode_attention(*case.memory, case.scale, work, out)
+        for _ in range(2):
+            cascade_decode_attention(*case.memory, case.scale, prefixes, work, out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -113,13 +145,40 @@ def test_a_captured_graph_holds_for_other_groups():
 
 
 def test_groups_become_tiles():
-    prefixes = SharedPrefixes(torch.device("cpu"), 5, 2)
-    prefixes.set([PrefixGroup((0, 2, 3), 2)], 128)
-    assert prefixes.lens.tolist() == [256, 256]
-    assert prefixes.leaders.tolist() == [0, 0]
-    assert prefixes.rows.tolist() == [[0, 2], [3, -1]]
-    assert prefixes.tokens.tolist() == [256, 0, 256, 256, 0]
-    assert prefixes.places.tolist() == [0, 0, 1, 2, 0]
+    prefixes = SharedPrefixes(torch.device("cpu"), 9, 3)
+    # Rows 4 and 6 share no whole block of 128 tokens; row 5 would be alone in its tile.
+    prefixes.set([PrefixGroup((0, 2, 3, 7, 8), 4), PrefixGroup((4, 6), 1), PrefixGroup((1, 5), 3)], 100)
+    assert prefixes.lens.tolist() == [384, 384, 256, 0]
+    assert prefixes.leaders.tolist() == [0, 0, 1, 0]
+    assert prefixes.rows.tolist() == [[0, 2, 3], [7, 8, -1], [1, 5, -1], [-1] * 3]
+    assert prefixes.tokens.tolist() == [384, 256, 384, 384, 0, 256, 0, 384, 384]
+    assert prefixes.places.tolist() == [0, 6, 1, 2, 0, 7, 0, 3, 4]
+    prefixes.set([PrefixGroup((2, 5, 6, 8), 1)], 128)
+    assert prefixes.rows.tolist() == [[2, 5, 6], *[[-1] * 3] * 3]
+    assert prefixes.tokens.tolist() == [0, 0, 128, 0, 0, 128, 128, 0, 0]
     prefixes.set([], 128)
     assert not prefixes.lens.any()
     assert (prefixes.rows == -1).all()
+
+
+def test_every_row_finds_its_place_in_a_tile():
+    for _ in range(50):
+        batch, members = random.randint(1, 30), random.randint(1, 5)
+        cuts = sorted(random.sample(range(batch + 1), random.randint(0, batch)))
+        order = random.sample(range(batch), batch)
+        parts = [order[first:last] for first, last in zip([0, *cuts], [*cuts, batch], strict=True)]
+        groups = [PrefixGroup(tuple(part), random.randint(1, 5)) for part in parts if len(part) > 1]
+        prefixes = SharedPrefixes(torch.device("cpu"), batch, members)
+        prefixes.set(groups, 100)
+        shared = {row: group for group in groups for row in group.rows if prefixes.tokens[row]}
+        for row, group in shared.items():
+            tile, member = divmod(int(prefixes.places[row]), members)
+            assert prefixes.rows[tile, member] == row
+            assert prefixes.lens[tile] == prefixes.tokens[row] == group.granules * 100 // 128 * 128
+            assert prefixes.leaders[tile] == group.rows[0]
+        used = prefixes.rows[prefixes.lens > 0]
+        assert sorted(used[used >= 0].tolist()) == sorted(shared)
+        assert ((used >= 0).sum(1) > 1).all()
+        for group in groups if members > 1 else []:
+            alone = sum(row not in shared for row in group.rows)
+            assert alone == (len(group.rows) % members == 1 if group.granules > 1 else len(group.rows))

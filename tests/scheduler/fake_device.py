@@ -139,6 +139,7 @@ class FakeDevice:
         ]
         moves = [move for earlier, _ in self.in_flight for move in earlier.memory.moves]
         self.memory.apply(plan.memory, busy, moves)
+        self._check_groups(plan)
         for load in plan.loads:
             self._load(load)
         rows = [self._run_row(plan, row) for row in range(len(plan.slots))]
@@ -163,6 +164,19 @@ class FakeDevice:
             for mine, theirs in ((plan, earlier), (earlier, plan)):
                 for name in ("slots", "generations", "starts", "query_lens", "samples", "loads", "memory"):
                     assert getattr(mine, name) is not getattr(theirs, name), "a list is shared between steps"
+
+    def _check_groups(self, plan: StepPlan) -> None:
+        """Rows of a group show the same granules, full and below their newest tokens, and no row is in two groups."""
+        assert not plan.prefixes or plan.num_decode == len(plan.slots)
+        grouped = [row for group in plan.prefixes for row in group.rows]
+        assert len(grouped) == len(set(grouped)) <= len(plan.slots)
+        for group in plan.prefixes:
+            shown = [self.memory.slots[plan.slots[row]][: group.granules] for row in group.rows]
+            assert len(shown) > 1
+            assert len(shown[0]) == group.granules > 0
+            assert None not in shown[0]
+            assert all(each == shown[0] for each in shown)
+            assert all(group.granules * self.spec.granule_tokens <= plan.starts[row] for row in group.rows)
 
     def _note_failures(self, plan: StepPlan, result: StepResult) -> None:
         for slot, generation, token in zip(plan.slots, plan.generations, result.tokens, strict=True):

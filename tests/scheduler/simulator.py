@@ -1,6 +1,7 @@
 """A scheduler on a fake device, and the front end that it answers: each delta is checked against what must come."""
 
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.shared_reads import SharingRule
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
@@ -9,6 +10,8 @@ from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta
 from tests.kv.fake_memory import FakeMemory
 from tests.scheduler.fake_device import FakeDevice, expected_answer
+
+ANY_GROUP = SharingRule(members=2, least_rows=1, most_rows=1000, step_tokens=1, group_tokens=1)
 
 
 class Simulation:
@@ -26,11 +29,12 @@ class Simulation:
         shares: bool = True,
         prompt_cache: bool = True,
         seed: int = 0,
+        sharing: SharingRule | None = ANY_GROUP,
     ) -> None:
         self.limits, self.spec, self.depth = limits, spec, depth
         self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache)
         self.now = 0.0
-        self.scheduler = Scheduler(limits, self.memory, clock=lambda: self.now)
+        self.scheduler = Scheduler(limits, self.memory, clock=lambda: self.now, sharing=sharing)
         self.requests: dict[int, AddRequest] = {}
         self.deltas: dict[int, list[RequestDelta]] = {}
         self.aborted: set[int] = set()

@@ -65,6 +65,17 @@ def test_decode_steps_are_measured(tmp_path, fusion):
     assert all(row["host_us"] > 0 and row["step_ms"] > 0 and row["map_wait_us"] >= 0 for row in rows)
 
 
+def test_decode_steps_of_a_shared_prompt_are_measured_both_ways(tmp_path):
+    flags = ("--device", "cpu", "--batches", "3", "--input", "9", "--steps", "5", "--warm", "2")
+    flags += ("--shared_prefix", "80", "--kv_cache_gib", "0.05", "--json", str(tmp_path / "steps.json"))
+    done = run("decode_steps.py", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
+    # Nothing is captured on a CPU.
+    assert [(row["batch"], row["reads"], row["shared"]) for row in rows] == [(3, "apart", 0), (3, "together", 0)]
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
 def test_the_host_part_of_a_step_is_measured():
     done = run("host_step.py", "--batches", "1", "4", "--steps", "5", "--kv_cache_gib", "0.05")
     assert done.returncode == 0, done.stdout + done.stderr
