@@ -106,14 +106,24 @@ def test_the_kernels_interpreted():
     run_interpreted("tests.kernels.test_unit_linear", "interpreted")
 
 
+@pytest.fixture
+def whole_sums():
+    """As the engine sets cuBLAS, which multiplies for `Dense` and may else round parts of K before it adds them."""
+    flags = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(flags, name) for name in names]
+    for name in names:
+        setattr(flags, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(flags, name, value)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 40, 130])
 @pytest.mark.parametrize(("rows", "columns", "groups"), [(1024, 4096, 32), (130, 192, 3), (64, 160, 5), (333, 1155, 1)])
-def test_the_kernels_on_a_gpu(rows, columns, groups, tokens, dtype, monkeypatch):
-    # As the engine sets them: `Dense` leaves the product to cuBLAS, which may round parts of K before it adds them.
-    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, name, False)
+def test_the_kernels_on_a_gpu(rows, columns, groups, tokens, dtype, whole_sums):
     for bits, zeros in ((4, False), (4, True), (8, False)):
         every_kernel("cuda", bits, rows, columns, groups, zeros, dtype, tokens, with_bias=zeros)
 
