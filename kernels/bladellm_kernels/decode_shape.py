@@ -27,7 +27,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
-    idle_ns, stay_cycles: see `DecodeSchedule`.
+    idle_ns, stay_ns: see `DecodeSchedule`.
     reads: see `DecodeWork`.
     """
 
@@ -55,7 +55,7 @@ class DecodeShape:
     reads: str
     plain: bool
     idle_ns: int
-    stay_cycles: int
+    stay_ns: int
     block_kv: int
     warps: int
     tokens: int
@@ -105,7 +105,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         reads=work.reads,
         plain=plain,
         idle_ns=0 if plain else work.schedule.idle_ns,
-        stay_cycles=0 if plain else work.schedule.stay_cycles,
+        stay_ns=0 if plain else work.schedule.stay_ns,
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,

@@ -26,8 +26,6 @@ _MANY_SEQUENCES = 64
 of 520 tokens in bfloat16, and 248.6, not 247.8, at 8 of 32,768."""
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
-_CYCLES_PER_MICROSECOND = 1980
-"""Of an SM (sm_90) at its highest clock: at a lower one programs stay longer than they are asked to."""
 _IDLE_NS = 3000
 SEQUENCE_FIELDS = 5
 PROGRAM_FIELDS = 3
@@ -50,10 +48,6 @@ class DecodeSchedule:
     segment_blocks: int = 2
     idle_ns: int = 0
     stay_ns: int = 0
-
-    @property
-    def stay_cycles(self) -> int:
-        return self.stay_ns * _CYCLES_PER_MICROSECOND // 1000
 
     def __post_init__(self) -> None:
         tokens = self.block_kv // self.warps

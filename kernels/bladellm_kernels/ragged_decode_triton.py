@@ -122,8 +122,8 @@ def _linger(without_work: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
     instead of 4.3 for one sequence of 512 tokens).
     """
     leaves = 0
-    if SHAPE.stay_cycles > 0:
-        leaves = _clock() + SHAPE.stay_cycles
+    if SHAPE.stay_ns > 0:
+        leaves = _clock() + SHAPE.stay_ns
     if SHAPE.idle_ns > 0:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [without_work.to(tl.int32) * SHAPE.idle_ns],
@@ -135,16 +135,16 @@ def _linger(without_work: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _stay(leaves: tl.tensor, SHAPE: tl.constexpr) -> None:
     """Keep any program until it may leave: those of few short sequences end at different times too."""
-    if SHAPE.stay_cycles > 0:
-        # The clock overflows, its differences do not.
+    if SHAPE.stay_ns > 0:
+        # The clock overflows every 4 s, its differences do not.
         while _clock() - leaves < 0:
             pass
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _clock() -> tl.tensor:
-    """Cycles of the SM, the lower 32 bits."""
-    return tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    """Nanoseconds, the lower 32 bits; a Hopper counts them in steps of 32."""
+    return tl.inline_asm_elementwise("mov.u32 $0, %globaltimer_lo;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

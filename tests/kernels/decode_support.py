@@ -170,7 +170,7 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
     as_on_cuda = case.q.dtype == torch.float32
     changed: dict[str, int] = {"plain": as_on_cuda}
     if not as_on_cuda:
-        changed |= {"idle_ns": schedule.idle_ns, "stay_cycles": schedule.stay_cycles}
+        changed |= {"idle_ns": schedule.idle_ns, "stay_ns": schedule.stay_ns}
     monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), **changed))
     for each in (module, merge_module):
         monkeypatch.setattr(each, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})

@@ -156,7 +156,7 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load)
     assert compiled.metadata.shared <= 227 * 1024
     text = compiled.asm["ptx"]
     assert ("nanosleep" in text) == load.get("light", False)
-    assert "%clock" not in text
+    assert "%globaltimer" not in text
     assert "mma.sync.aligned.m16n8k16" in text
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
     loop = inner_loop(compiled.asm["ttgir"])
@@ -195,7 +195,7 @@ def test_programs_that_stay_look_at_the_clock_when_the_next_may_start_and_behind
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [5, 9], granule_tokens=256)
     schedule = replace(default_schedule(128, light=True), idle_ns=0, stay_ns=4500)
     text = compiled_for_hopper(monkeypatch, case, None, schedule).asm["ptx"]
-    before, between, after = text.split("%clock")
+    before, between, after = text.split("%globaltimer")
     assert "griddepcontrol.launch_dependents" in before
     assert "ld.global" in between
     assert "st.global" in between
