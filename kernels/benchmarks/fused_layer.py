@@ -1,7 +1,8 @@
 """Time the linear layers of a decode step, with all that lies between them, on a Hopper: separate and fused kernels.
 
     python kernels/benchmarks/fused_layer.py [--rows 1 8 16] [--attention] [--table FILE] [--save-table FILE]
-    python kernels/benchmarks/fused_layer.py --light [--rows 1 24 32] [--tokens 512] [--kernels] [--tile 256 64 1 3 8]
+    python kernels/benchmarks/fused_layer.py --light [--rows 1] [--tokens 512] [--tile 256 64 1 3 8]
+    python kernels/benchmarks/fused_layer.py --apart --rows 24 32 64 [--tokens 512] [--kernels]
 
 Llama-3.1-8B's shape in bfloat16. Schedules of the layers with norms are checked against float64 and timed one by one,
 each over weights of several layers, and the best are taken; or those of a table. Then one CUDA graph a variant: of all
@@ -9,8 +10,9 @@ layers and the head, with the norms, residual additions and gates between them; 
 embedding, KV write and decode attention. Two layers of each variant are checked against float64 before it is timed.
 Given --light the fused step, by the default rule for its linear layers, is timed with each schedule of attention that
 leaves room beside it (`fused_light.py`: 64-3-4+4.5 has tiles of 64 positions, 3 stages, 4 warps, and programs stay for
-4.5 µs), and beside steps of separate kernels. --kernels prints what a profiler sees of each variant: times of its
-kernels, and the gaps between one and the next.
+4.5 µs). Given --apart steps of separate kernels are: by cuBLAS, by the table that ships, where linear layers add to the
+stream (in-place), and where one of them is the kernel for Hopper (own-o); beside one that is fused. --kernels prints
+what a profiler sees of each variant: times of its kernels, and the gaps between one and the next.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from bladellm_kernels.linear_launch import LinearCall, NextNorm, launch
 from bladellm_kernels.linear_schedules import Entry, HopperSchedule, ScheduleTable, load_table, save_table
 from bladellm_kernels.normed_linear import use_norms_table
 from bladellm_kernels.power_of_two import power_of_two
-from fused_candidates import norm_candidates
+from fused_candidates import norm_candidates, one_layer_table
 from fused_chain import (
     EPS,
     LLAMA_8B,
@@ -65,12 +67,14 @@ Chain = Callable[[Weights, Tensor, Mix], Tensor]
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A chain; fields: of all its schedules, changed; early: kernels of linear layers start before their inputs.
-    shipped: `linear` by the table measured on the GPU; attention: how its work is shared out, None for the default."""
+    shipped: `linear` by the table measured on the GPU; own: the one layer that `linear` does not leave to cuBLAS.
+    attention: how its work is shared out, None for the default."""
 
     chain: Chain
     fields: tuple[tuple[str, int], ...] = ()
     early: bool = True
     shipped: bool = False
+    own: str | None = None
     attention: DecodeSchedule | None = None
 
     @contextmanager
@@ -79,7 +83,8 @@ class Variant:
         kept = linear_launch.early_launch
         table = changed(table, dict(self.fields))
         use_norms_table(table)
-        use_table(None if self.shipped else without_gates(table))
+        tiles = one_layer_table(LLAMA_8B, self.own) if self.own else without_gates(table)
+        use_table(None if self.shipped else tiles)
         if not self.early:
             linear_launch.early_launch = lambda device: {"EARLY": False}
         try:
@@ -98,7 +103,8 @@ VARIANTS = {
 APART = {
     "cuBLAS": VARIANTS["cuBLAS"],
     "shipped": Variant(partial(separate, linear=linear), shipped=True),
-    "shipped, residual in place": Variant(partial(separate_in_place, linear=linear), shipped=True),
+    "in-place": Variant(partial(separate_in_place, linear=linear), shipped=True),
+    **{f"own-{name}": Variant(partial(separate, linear=linear), own=name) for name in LLAMA_8B.shapes},
 }
 LIGHT = {name: Variant(fused, attention=schedule) for name, schedule in light_schedules().items()}
 ALL = VARIANTS | APART | LIGHT
@@ -293,20 +299,21 @@ def tile_table(rows: list[int], block_n: int, block_k: int, programs: int, stage
 def chosen_table(
     args: argparse.Namespace, weights: Weights, timer: GpuTimer, compilers: ProcessPoolExecutor
 ) -> ScheduleTable:
-    """Given, found by trying, or, for light attention, the default rule for any number of rows."""
+    """Given, found by trying, or, where other things are compared, the default rule for any number of rows."""
     if args.table:
         return load_table(args.table)
     if args.tile:
         return tile_table(args.rows, *args.tile)
-    if args.light:
+    if args.light or args.apart:
         return ScheduleTable(norm_rows=(1, max(args.rows)))
     return best_table(args.rows, weights, timer, compilers)
 
 
 def main() -> None:
     args = _arguments().parse_args()
-    if args.light:
-        args.attention, args.variants = True, args.variants or [*APART, *LIGHT]
+    if args.light or args.apart:
+        asked = [*(APART if args.apart else ["cuBLAS", "shipped"]), *(LIGHT if args.light else ["64-4-4+idle3"])]
+        args.attention, args.variants = True, args.variants or asked
         args.rows = args.rows or [1]
     args.rows, args.variants = args.rows or list(ROWS), args.variants or list(VARIANTS)
     timer = GpuTimer(args.repeats)
@@ -330,7 +337,7 @@ def main() -> None:
         for each in args.rows:
             figures[each] = time_chains(each, table, weights, timer, args)
             print(f"| {each} | " + " | ".join(f"{figures[each][name]:.3f}" for name in shown) + " |", flush=True)
-        for each in args.rows if args.light else []:
+        for each in args.rows if args.light or args.apart else []:
             print("\n".join([f"\nM={each}, fused, light attention\n", *light_table(figures[each])]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "tokens": tokens, "ms": figures}, indent=1) + "\n")
@@ -338,9 +345,10 @@ def main() -> None:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, help="M, rows of x, ascending; 1 given --light")
+    parser.add_argument("--rows", nargs="+", type=int, help="M, rows of x, ascending; 1 given --light or --apart")
     parser.add_argument("--variants", nargs="+", choices=list(ALL), metavar="NAME", help="of the step")
     parser.add_argument("--light", action="store_true", help="schedules of attention beside the fused layers, instead")
+    parser.add_argument("--apart", action="store_true", help="steps of separate kernels, instead")
     parser.add_argument("--kernels", action="store_true", help="the kernels of each variant and the gaps between them")
     parser.add_argument("--attention", action="store_true", help="rotary embedding, KV write and attention too")
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence, given --attention")

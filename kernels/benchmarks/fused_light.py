@@ -29,6 +29,8 @@ def light_table(times: Mapping[str, float]) -> Iterator[str]:
     yield "| tile | " + " | ".join(f"+{stay} µs" for stay in STAYS) + " |"
     yield "| --- |" + " ---: |" * len(STAYS)
     for tile in TILES:
+        if all(light_name(tile, stay) not in times for stay in STAYS):
+            continue
         found = [times.get(light_name(tile, stay)) for stay in STAYS]
         figures = " | ".join("" if ms is None else f"{ms:.3f}" for ms in found)
         yield f"| {'-'.join(map(str, tile))} | {figures} |"

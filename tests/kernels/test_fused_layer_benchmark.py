@@ -57,6 +57,14 @@ def test_light_schedules_are_a_table_with_those_of_the_operator(script):
     lines = list(light_table({name: index for index, name in enumerate(schedules)}))
     figures = [float(cell) for line in lines[2:] for cell in line.strip("| ").split(" | ")[1:]]
     assert figures == list(range(len(schedules)))
+    assert list(light_table({"64-4-4+3": 4.2}))[2:] == ["| 64-4-4 |  |  | 4.200 |  |  |"]
+
+
+def test_one_layer_by_the_kernel_for_hopper(script):
+    table = script.one_layer_table(script.LLAMA_8B, "gate_up")
+    assert table.choose(33, 28672, 4096) == HopperSchedule(64, 128, 64, stages=4)
+    assert table.choose(2, 4096, 14336) is None
+    assert table.choose(65, 28672, 4096) is None
 
 
 def test_gaps_between_kernels_are_medians_of_pairs(script):
