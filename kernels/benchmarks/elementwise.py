@@ -5,7 +5,8 @@
 Each kernel of a chain starts when the one before has ended; `early` with programmatic dependent launch, `plain`
 without. `beyond` is what `early` takes more than a kernel that does nothing, chained in the same way. GB/s count every
 input read and every output written once; `of copy` is their share of a copy of 256 MiB. Inputs rotate among more bytes
-than the L2 cache holds, up to 64 sets of them: those of few rows stay there, as activations of a decode step do.
+than the L2 cache holds, up to 64 sets of them: those of few rows stay there, as activations of a decode step do. With
+fewer --sets those of up to some hundreds of rows do.
 Results are checked first, their memory poisoned.
 """
 
@@ -99,11 +100,11 @@ def check(operator: Operator, inputs: Sequence[Tensor]) -> None:
             raise AssertionError(f"{operator.name}: off by {float(error)}, {float(limit)} allowed")
 
 
-def measure(timer: GpuTimer, operator: Operator, sizes: Sizes, nothing: float, compile: bool) -> Row:
+def measure(timer: GpuTimer, operator: Operator, sizes: Sizes, nothing: float, most_sets: int, compile: bool) -> Row:
     first = operator.inputs(sizes)
     check(operator, [each.clone() for each in first])
     moved = operator.moved(sizes)
-    count = max(2, min(MOST_SETS, ROTATED_BYTES // moved))
+    count = max(2, min(most_sets, ROTATED_BYTES // moved))
     sets = [first, *(operator.inputs(sizes) for _ in range(count - 1))]
     early = chained(timer, operator.ours, sets)
     plain = without_early_launch(lambda: chained(timer, operator.ours, sets))
@@ -120,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--only", nargs="+", default=list(OPERATORS), choices=list(OPERATORS))
     parser.add_argument("--compile", action="store_true", help="time torch.compile of PyTorch's operators too")
+    parser.add_argument("--sets", type=int, default=MOST_SETS, help="most sets of inputs")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
@@ -141,7 +143,7 @@ def main() -> None:
                 sizes = Sizes(count, args.hidden, args.intermediate, args.vocab, device)
                 if count > OPERATORS[name].most_rows:
                     continue
-                rows.append(measure(timer, OPERATORS[name], sizes, nothing, args.compile))
+                rows.append(measure(timer, OPERATORS[name], sizes, nothing, args.sets, args.compile))
                 print(rows[-1].cells(copy), flush=True)
     if args.json is not None:
         figures = {"machine": machine(), "copy_bytes_per_second": copy, "rows": [asdict(row) for row in rows]}

@@ -1,7 +1,8 @@
-"""Schedules that `fused_layer.py` tries for linear layers with norms."""
+"""Schedules that `fused_layer.py` tries for linear layers with norms, and beside those of cuBLAS."""
 
-from bladellm_kernels.linear_schedules import HopperSchedule
+from bladellm_kernels.linear_schedules import Entry, HopperSchedule, ScheduleTable, default_hopper_schedule
 from bladellm_kernels.power_of_two import power_of_two
+from fused_chain import Sizes
 
 # block_n, of both halves where there is a gate, block_k, programs, stages, warps: by rows.
 TILES = {
@@ -22,3 +23,12 @@ def norm_candidates(rows: int, gated: bool) -> list[HopperSchedule]:
         # A warp multiplies by 16 outputs at least.
         if block_n // (1 + gated) >= 16 * warps
     ]
+
+
+def one_layer_table(sizes: Sizes, name: str) -> ScheduleTable:
+    """The layer of this name by the kernel for Hopper, up to 64 rows, all others by cuBLAS; a gate comes behind."""
+    entries = {}
+    for each, (outputs, inputs, gated) in sizes.shapes.items():
+        schedules = [Entry(rows, default_hopper_schedule(rows)) for rows in (8, 16, 32, 64)]
+        entries[(1 + gated) * outputs, inputs, False] = schedules if each == name else [Entry(64, None)]
+    return ScheduleTable(entries)

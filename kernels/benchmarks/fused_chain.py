@@ -1,11 +1,11 @@
 """A decode step as chains of kernels: linear layers with separate norms and gates, or with those in their kernels."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
+from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace
 from bladellm_kernels.delayed_norm import delayed_norm
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
@@ -18,6 +18,8 @@ from bladellm_kernels.silu_mul import silu_mul
 from torch import Tensor
 
 Linear = Callable[[Tensor, Tensor], Tensor]
+AddingLinear = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""Of x, weight, bias, what it writes to and a residual."""
 Mix = Callable[[Tensor, int], Tensor]
 """What is between QKV and o: qkv [M, Nq] of a layer's number to [M, H]."""
 
@@ -115,6 +117,22 @@ def separate(weights: Weights, x: Tensor, linear: Linear, mix: Mix) -> Tensor:
     return linear(normed, weights.head)
 
 
+def separate_in_place(weights: Weights, x: Tensor, linear: AddingLinear, mix: Mix) -> Tensor:
+    """The same, with linear layers that add to the stream."""
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, None, None, None)
+
+    stream = x.clone()
+    for layer in range(weights.layers):
+        qkv, o, gate_up, down = (weights.linears[name][layer] for name in ("qkv", "o", "gate_up", "down"))
+        normed = rms_norm(stream, weights.norms[2 * layer], EPS)
+        linear(mix(plain(normed, qkv), layer), o, None, stream, stream)
+        normed = rms_norm(stream, weights.norms[2 * layer + 1], EPS)
+        linear(silu_mul(plain(normed, gate_up)), down, None, stream, stream)
+    return plain(rms_norm(stream, weights.norms[-1], EPS), weights.head)
+
+
 def fused(weights: Weights, x: Tensor, mix: Mix) -> Tensor:
     """The same in the kernels of the linear layers."""
     stream, norm = x, delayed_norm(x, weights.norms[0], EPS)
@@ -174,6 +192,13 @@ class Attention:
         )
         return out.view(len(qkv), -1)
 
+    def scheduled(self, schedule: DecodeSchedule | None) -> "Attention":
+        """The same attention, its work shared out for this schedule, the default one for None."""
+        sizes, dtype = self.sizes, self.kv[0].payload.dtype
+        shape = (len(self.lengths), sizes.heads, sizes.kv_heads, sizes.head_dim)
+        workspace = DecodeWorkspace(self.lengths.device, *shape, 1, NO_QUANT, dtype, schedule)
+        return replace(self, work=workspace.plan(self.lengths, None, 1))
+
 
 def random_attention(sizes: Sizes, batch: int, tokens: int, device: str, dtype: torch.dtype) -> Attention:
     """A memory of random keys and values, `tokens` of each sequence and layer."""
@@ -187,8 +212,5 @@ def random_attention(sizes: Sizes, batch: int, tokens: int, device: str, dtype: 
     frequencies = 5e5 ** -(torch.arange(0, sizes.head_dim, 2, device=device) / sizes.head_dim)
     cos, sin = rotary_tables(positions, frequencies, 1.0)
     slots = torch.arange(batch, device=device)
-    work = None
-    if device == "cuda":
-        shape = (batch, sizes.heads, sizes.kv_heads, sizes.head_dim)
-        work = DecodeWorkspace(torch.device(device), *shape, 1, NO_QUANT, dtype).plan(lengths, None, 1)
-    return Attention(sizes, kv, cos, sin, base_rows + positions, base_rows, slots, lengths, tokens, work)
+    attention = Attention(sizes, kv, cos, sin, base_rows + positions, base_rows, slots, lengths, tokens, None)
+    return attention.scheduled(None) if device == "cuda" else attention

@@ -1,11 +1,18 @@
 """Time the linear layers of a decode step, with all that lies between them, on a Hopper: separate and fused kernels.
 
     python kernels/benchmarks/fused_layer.py [--rows 1 8 16] [--attention] [--table FILE] [--save-table FILE]
+    python kernels/benchmarks/fused_layer.py --light [--rows 1] [--tokens 512] [--tile 256 64 1 3 8]
+    python kernels/benchmarks/fused_layer.py --apart --rows 24 32 64 [--tokens 512] [--kernels]
 
 Llama-3.1-8B's shape in bfloat16. Schedules of the layers with norms are checked against float64 and timed one by one,
 each over weights of several layers, and the best are taken; or those of a table. Then one CUDA graph a variant: of all
 layers and the head, with the norms, residual additions and gates between them; given --attention also with rotary
 embedding, KV write and decode attention. Two layers of each variant are checked against float64 before it is timed.
+Given --light the fused step, by the default rule for its linear layers, is timed with each schedule of attention that
+leaves room beside it (`fused_light.py`: 64-3-4+4.5 has tiles of 64 positions, 3 stages, 4 warps, and programs stay for
+4.5 µs). Given --apart steps of separate kernels are: by cuBLAS, by the table that ships, where linear layers add to the
+stream (in-place), and where one of them is the kernel for Hopper (own-o); beside one that is fused. --kernels prints
+what a profiler sees of each variant: times of its kernels, and the gaps between one and the next.
 """
 
 import argparse
@@ -21,15 +28,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bladellm_kernels import linear_launch
+from bladellm_kernels.decode_work import DecodeSchedule
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.linear import linear, use_table
 from bladellm_kernels.linear_launch import LinearCall, NextNorm, launch
 from bladellm_kernels.linear_schedules import Entry, HopperSchedule, ScheduleTable, load_table, save_table
 from bladellm_kernels.normed_linear import use_norms_table
-from fused_candidates import norm_candidates
+from bladellm_kernels.power_of_two import power_of_two
+from fused_candidates import norm_candidates, one_layer_table
 from fused_chain import (
     EPS,
     LLAMA_8B,
+    Attention,
     Mix,
     Weights,
     fused,
@@ -38,8 +48,11 @@ from fused_chain import (
     random_weights,
     reference,
     separate,
+    separate_in_place,
 )
+from fused_light import light_schedules, light_table
 from gpu_timing import GpuTimer, machine
+from kernel_gaps import kernel_gaps
 from linear import wrong as wrong_outputs
 from torch import Tensor
 
@@ -53,11 +66,16 @@ Chain = Callable[[Weights, Tensor, Mix], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A chain; fields: of all its schedules, changed; early: kernels of linear layers start before their inputs."""
+    """A chain; fields: of all its schedules, changed; early: kernels of linear layers start before their inputs.
+    shipped: `linear` by the table measured on the GPU; own: the one layer that `linear` does not leave to cuBLAS.
+    attention: how its work is shared out, None for the default."""
 
     chain: Chain
     fields: tuple[tuple[str, int], ...] = ()
     early: bool = True
+    shipped: bool = False
+    own: str | None = None
+    attention: DecodeSchedule | None = None
 
     @contextmanager
     def chosen(self, table: ScheduleTable) -> Iterator[None]:
@@ -65,7 +83,8 @@ class Variant:
         kept = linear_launch.early_launch
         table = changed(table, dict(self.fields))
         use_norms_table(table)
-        use_table(without_gates(table))
+        tiles = one_layer_table(LLAMA_8B, self.own) if self.own else without_gates(table)
+        use_table(None if self.shipped else tiles)
         if not self.early:
             linear_launch.early_launch = lambda device: {"EARLY": False}
         try:
@@ -78,12 +97,17 @@ VARIANTS = {
     "cuBLAS": Variant(partial(separate, linear=F.linear)),
     "Hopper, separate": Variant(partial(separate, linear=linear)),
     "fused": Variant(fused),
-    "2 units": Variant(fused, (("units", 2),)),
-    "4 units": Variant(fused, (("units", 4),)),
-    "4 units, 32K": Variant(fused, (("units", 4), ("prefetch", 32768))),
     "late 12": Variant(fused, (("late", 12),)),
     "not early": Variant(fused, early=False),
 }
+APART = {
+    "cuBLAS": VARIANTS["cuBLAS"],
+    "shipped": Variant(partial(separate, linear=linear), shipped=True),
+    "in-place": Variant(partial(separate_in_place, linear=linear), shipped=True),
+    **{f"own-{name}": Variant(partial(separate, linear=linear), own=name) for name in LLAMA_8B.shapes},
+}
+LIGHT = {name: Variant(fused, attention=schedule) for name, schedule in light_schedules().items()}
+ALL = VARIANTS | APART | LIGHT
 
 
 def changed(table: ScheduleTable, fields: dict[str, int]) -> ScheduleTable:
@@ -91,7 +115,8 @@ def changed(table: ScheduleTable, fields: dict[str, int]) -> ScheduleTable:
         {
             key: [replace(each, schedule=replace(each.schedule, **fields)) for each in entries if each.schedule]
             for key, entries in table.entries.items()
-        }
+        },
+        table.norm_rows,
     )
 
 
@@ -160,7 +185,9 @@ def compile_chain(rows: int, table: ScheduleTable, name: str, tokens: int) -> No
     if tokens:
         mix = random_attention(sizes, rows, tokens, "cuda", DTYPE)
     weights = random_weights(sizes, "cuda", DTYPE)
-    variant = VARIANTS[name]
+    variant = ALL[name]
+    if isinstance(mix, Attention) and variant.attention:
+        mix = mix.scheduled(variant.attention)
     with variant.chosen(table):
         variant.chain(weights, torch.randn(rows, sizes.hidden, device="cuda", dtype=DTYPE), mix=mix)
     torch.cuda.synchronize()
@@ -231,23 +258,71 @@ def time_chains(
     if args.attention:
         mix = random_attention(LLAMA_8B, rows, args.tokens, "cuda", DTYPE)
     times = {}
+    checked = set()
     for name in args.variants:
-        variant = VARIANTS[name]
+        variant = ALL[name]
+        own = same_attention(mix, variant.attention) if isinstance(mix, Attention) and variant.attention else mix
         with variant.chosen(table):
-            check(weights, rows, variant)
-            times[name] = timer.replayed([partial(variant.chain, weights, x, mix=mix)]) * 1e3
+            if replace(variant, attention=None) not in checked:
+                check(weights, rows, variant)
+                checked.add(replace(variant, attention=None))
+            step = partial(variant.chain, weights, x, mix=own)
+            times[name] = timer.replayed([step]) * 1e3
+            if args.kernels:
+                print("\n".join([f"\nM={rows}, {name}\n", *kernel_gaps(step)]), flush=True)
     return times
+
+
+def same_attention(attention: Attention, schedule: DecodeSchedule) -> Attention:
+    """By this schedule; AssertionError where the outputs of a random layer are others."""
+    scheduled = attention.scheduled(schedule)
+    width = (LLAMA_8B.heads + 2 * LLAMA_8B.kv_heads) * LLAMA_8B.head_dim
+    qkv = torch.randn(len(attention.lengths), width, device="cuda", dtype=DTYPE)
+    torch.testing.assert_close(scheduled(qkv, 0), attention(qkv, 0), rtol=2e-2, atol=1e-2)
+    return scheduled
+
+
+def tile_table(rows: list[int], block_n: int, block_k: int, programs: int, stages: int, warps: int) -> ScheduleTable:
+    """One tile for all layers; block_n: outputs of both halves where there is a gate."""
+    fields = (block_k, programs, stages, warps)
+    return ScheduleTable(
+        {
+            (outputs, inputs, gated): [
+                Entry(each, HopperSchedule(max(8, power_of_two(each)), block_n // (1 + gated), *fields))
+                for each in rows
+            ]
+            for outputs, inputs, gated in LLAMA_8B.shapes.values()
+        }
+    )
+
+
+def chosen_table(
+    args: argparse.Namespace, weights: Weights, timer: GpuTimer, compilers: ProcessPoolExecutor
+) -> ScheduleTable:
+    """Given, found by trying, or, where other things are compared, the default rule for any number of rows."""
+    if args.table:
+        return load_table(args.table)
+    if args.tile:
+        return tile_table(args.rows, *args.tile)
+    if args.light or args.apart:
+        return ScheduleTable(norm_rows=(1, max(args.rows)))
+    return best_table(args.rows, weights, timer, compilers)
 
 
 def main() -> None:
     args = _arguments().parse_args()
+    if args.light or args.apart:
+        asked = [*(APART if args.apart else ["cuBLAS", "shipped"]), *(LIGHT if args.light else ["64-4-4+idle3"])]
+        args.attention, args.variants = True, args.variants or asked
+        args.rows = args.rows or [1]
+    args.rows, args.variants = args.rows or list(ROWS), args.variants or list(VARIANTS)
     timer = GpuTimer(args.repeats)
     print(", ".join(f"{name}: {value}" for name, value in machine().items()) + "\n", flush=True)
     tokens = args.tokens if args.attention else 0
     weights = random_weights(LLAMA_8B, "cuda", DTYPE)
     figures = {}
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as compilers:
-        table = load_table(args.table) if args.table else best_table(args.rows, weights, timer, compilers)
+        table = chosen_table(args, weights, timer, compilers)
         waits = [
             compilers.submit(compile_chain, each, table, name, tokens) for each in args.rows for name in args.variants
         ]
@@ -256,24 +331,31 @@ def main() -> None:
         if args.save_table:
             save_table(table, args.save_table)
         what = f"attention to {tokens} tokens a row" if tokens else "no attention"
-        print(f"\nStep of {LLAMA_8B.bytes / 1e9:.2f} GB, {what}, ms\n\n| M | " + " | ".join(args.variants) + " |")
-        print("| ---: " * (1 + len(args.variants)) + "|", flush=True)
+        shown = [name for name in args.variants if name not in LIGHT]
+        print(f"\nStep of {LLAMA_8B.bytes / 1e9:.2f} GB, {what}, ms\n\n| M | " + " | ".join(shown) + " |")
+        print("| ---: " * (1 + len(shown)) + "|", flush=True)
         for each in args.rows:
             figures[each] = time_chains(each, table, weights, timer, args)
-            print(f"| {each} | " + " | ".join(f"{ms:.3f}" for ms in figures[each].values()) + " |", flush=True)
+            print(f"| {each} | " + " | ".join(f"{figures[each][name]:.3f}" for name in shown) + " |", flush=True)
+        for each in args.rows if args.light or args.apart else []:
+            print("\n".join([f"\nM={each}, fused, light attention\n", *light_table(figures[each])]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "tokens": tokens, "ms": figures}, indent=1) + "\n")
 
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="M, rows of x, ascending")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="of the step")
+    parser.add_argument("--rows", nargs="+", type=int, help="M, rows of x, ascending; 1 given --light or --apart")
+    parser.add_argument("--variants", nargs="+", choices=list(ALL), metavar="NAME", help="of the step")
+    parser.add_argument("--light", action="store_true", help="schedules of attention beside the fused layers, instead")
+    parser.add_argument("--apart", action="store_true", help="steps of separate kernels, instead")
+    parser.add_argument("--kernels", action="store_true", help="the kernels of each variant and the gaps between them")
     parser.add_argument("--attention", action="store_true", help="rotary embedding, KV write and attention too")
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence, given --attention")
     parser.add_argument("--repeats", type=int, default=5, help="the median of so many replays counts")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--table", type=Path, help="schedules to take, instead of the best ones of this run")
+    parser.add_argument("--tile", type=int, nargs=5, help="block_n block_k programs stages warps of all, instead")
     parser.add_argument("--save-table", type=Path, help="where to write the schedules, for `load_table`")
     parser.add_argument("--json", type=Path, help="where to write the figures of the step")
     return parser

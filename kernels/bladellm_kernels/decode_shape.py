@@ -27,7 +27,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
-    lingers: programs without work stay for a while.
+    idle_ns, stay_ns: see `DecodeSchedule`.
     reads: see `DecodeWork`.
     """
 
@@ -54,7 +54,8 @@ class DecodeShape:
     windowed: bool
     reads: str
     plain: bool
-    lingers: bool
+    idle_ns: int
+    stay_ns: int
     block_kv: int
     warps: int
     tokens: int
@@ -103,7 +104,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         windowed=work.window is not None,
         reads=work.reads,
         plain=plain,
-        lingers=work.light and not plain,
+        idle_ns=0 if plain else work.schedule.idle_ns,
+        stay_ns=0 if plain else work.schedule.stay_ns,
         block_kv=block_kv,
         warps=work.schedule.warps,
         tokens=block_kv // work.schedule.warps,

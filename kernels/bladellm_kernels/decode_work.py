@@ -10,7 +10,7 @@ since both only grow, and consecutive for the segments of a sequence. The grid i
 valid for other lengths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,7 @@ _MANY_SEQUENCES = 64
 of 520 tokens in bfloat16, and 248.6, not 247.8, at 8 of 32,768."""
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
+_IDLE_NS = 3000
 SEQUENCE_FIELDS = 5
 PROGRAM_FIELDS = 3
 
@@ -34,18 +35,31 @@ PROGRAM_FIELDS = 3
 class DecodeSchedule:
     """block_kv: positions a step of the loop, `warps` warps sharing them, at least 16 each. stages: of the software
     pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once.
-    segment_blocks: blocks that a program could read in the time that starting and ending a segment takes it."""
+    segment_blocks: blocks that a program could read in the time that starting and ending a segment takes it.
+
+    idle_ns, stay_ns: so long programs stay on their SMs that have no work, or all programs, counted from when the next
+    kernel may start; 0 for not at all. See `_linger` of the kernel.
+    """
 
     block_kv: int
     stages: int
     warps: int
     ctas_per_sm: int
     segment_blocks: int = 2
+    idle_ns: int = 0
+    stay_ns: int = 0
 
     def __post_init__(self) -> None:
         tokens = self.block_kv // self.warps
         if tokens < 16 or power_of_two(tokens) * self.warps != self.block_kv:
             raise ValueError(f"{self.warps} warps must share {self.block_kv} positions by a power of two from 16 on")
+
+
+LIGHT_SCHEDULES = (
+    (1, DecodeSchedule(64, 3, 4, 1, idle_ns=_IDLE_NS)),
+    (1 << 30, DecodeSchedule(64, 4, 4, 1, idle_ns=_IDLE_NS)),
+)
+"""By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
 
 
 def default_schedule(
@@ -60,13 +74,24 @@ def default_schedule(
 
     batch: sequences. light: leave half of an SM's shared memory to the kernel behind, where the format allows it.
     """
+    if light:
+        if rows == 8 and _is_plain_512(head_dim, format, dtype):
+            return next(schedule for most, schedule in LIGHT_SCHEDULES if batch <= most)
+        return replace(_filling_schedule(head_dim, format, dtype, rows, batch), idle_ns=_IDLE_NS)
+    return _filling_schedule(head_dim, format, dtype, rows, batch)
+
+
+def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
+    """Whether K and V of a token and head are 512 bytes of unquantized 16-bit numbers."""
+    return not format.quantized and dtype.itemsize == 2 and power_of_two(head_dim) == 128
+
+
+def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows: int, batch: int) -> DecodeSchedule:
+    """Takes the whole of an SM."""
     token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
     block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
-    if not format.quantized and token_bytes == 512 and dtype.itemsize == 2 and rows == 8:
-        if light:
-            return DecodeSchedule(64, 4, 4, 1)
-        if batch >= _MANY_SEQUENCES:
-            return DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
+    if rows == 8 and batch >= _MANY_SEQUENCES and _is_plain_512(head_dim, format, dtype):
+        return DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
     plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
     warps = 4
     # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
@@ -103,7 +128,6 @@ class DecodeWork:
     reads: "all"; "own": of each sequence what is behind its first shares[b] tokens, int64 [B], multiples of block_kv;
     or "shared": the sequences are beginnings that others share, the query_len others of each in shares, int64
     [B, query_len], -1 for none, and all segments leave partial states. See `cascade_decode_attention.py`.
-    light: programs leave half of an SM to the kernel behind; see `DecodeWorkspace.plan`.
     used: whether a kernel has waited for the plan: what is launched after that kernel need not.
     """
 
@@ -117,7 +141,6 @@ class DecodeWork:
     schedule: DecodeSchedule
     reads: str = "all"
     shares: torch.Tensor | None = None
-    light: bool = False
     used: bool = False
 
 
@@ -207,4 +230,4 @@ class DecodeWorkspace:
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule, reads, shares, light)
+        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule, reads, shares)

@@ -1,8 +1,8 @@
 """The kernel of `linear` for Hopper: the next layer's weight is on its way while the present layer ends.
 
 Every multiprocessor runs one program, which takes less than half of its shared memory: the next kernel's program fits
-beside it, and fills its ring of tiles before its inputs are ready. The product is transposed and divided among units as
-in `linear_triton` among programs; tiles come by the copy engine (TMA), which also fills what is outside with zeros.
+beside it, and fills its ring of tiles before its inputs are ready. The product is transposed and divided among the
+programs as in `linear_triton`; tiles come by the copy engine (TMA), which also fills what is outside with zeros.
 """
 
 import torch
@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
+from bladellm_kernels.linear_division_hopper import Division, block_segments, tiles_of
 from bladellm_kernels.linear_outputs_hopper import Outputs, finish, norm_weight_of, residual_of_few_rows, row_factors
 from bladellm_kernels.linear_sums_hopper import join_segments, zeros
-from bladellm_kernels.linear_units_hopper import Units, block_segments, next_unit, tile_ahead, tiles_of
 
 
-@gluon.jit(do_not_specialize=["rows", "units"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def hopper_linear_kernel(
     x: tma.tensor_descriptor,
     weight: tma.tensor_descriptor,
@@ -41,21 +41,17 @@ def hopper_linear_kernel(
     inputs: gl.tensor,
     residual_stride: gl.tensor,
     out_stride: gl.tensor,
-    units: gl.tensor,
     TILE: gl.constexpr,
     SEGMENTS: gl.constexpr,
-    QUEUE: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
-    """Unit u has tiles [u · T / U, (u + 1) · T / U) of T, counted along K and then along N. A program's first unit has
-    its number; given QUEUE it takes more while there are. weight, weight_rows: [parts · outputs, inputs], the latter in
-    memory. front, behind: a `NormInFront` and a `NormBehind`, or None. partial, counters: as in `linear_triton`, and a
-    counter more, of the units taken."""
+    """Program p takes tiles [p · T / P, (p + 1) · T / P) of T, counted along K and then along N. weight, weight_rows:
+    [parts · outputs, inputs], the latter in memory. front, behind: a `NormInFront` and a `NormBehind`, or None.
+    partial, counters: as in `linear_triton`."""
     let_next_start(EARLY and TILE.late == 0)
     length = gl.cdiv(inputs, TILE.inputs)
-    work = Units(units, gl.cdiv(outputs, TILE.outputs) * length, length, counters + gl.cdiv(outputs, TILE.outputs))
-    unit = gl.program_id(0)
-    begin, end = tiles_of(unit, work)
+    work = Division(gl.num_programs(0), gl.cdiv(outputs, TILE.outputs) * length, length)
+    begin, end = tiles_of(gl.program_id(0), work)
     ring = _new_ring(weight_rows.dtype.element_ty, TILE)
     STAGES: gl.constexpr = TILE.stages
     for first in gl.static_range(STAGES):
@@ -66,58 +62,47 @@ def hopper_linear_kernel(
     for first in gl.static_range(STAGES):
         _fetch_x(x, ring, first, begin + first, end, length, TILE)
     outs = Outputs(out, rows, outputs, out_stride, residual_stride, residual, bias, behind)
-    _take_units(
-        x, weight, ring, row_factors(front, rows, inputs, TILE), outs, work, unit, partial, counters, TILE, SEGMENTS,
-        QUEUE, EARLY,
-    )  # fmt: skip
+    factors = row_factors(front, rows, inputs, TILE)
+    _take_blocks(x, weight, ring, factors, outs, work, begin, end, partial, counters, TILE, SEGMENTS, EARLY)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _take_units(
+def _take_blocks(
     x: tma.tensor_descriptor,
     weight: tma.tensor_descriptor,
     ring: gl.tuple,
     factors: gl.tuple,
     outs: gl.tuple,
     work: gl.tuple,
-    unit: gl.tensor,
+    begin: gl.tensor,
+    end: gl.tensor,
     partial: gl.tensor,
     counters: gl.tensor,
     TILE: gl.constexpr,
     SEGMENTS: gl.constexpr,
-    QUEUE: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
-    """All units of a program, of the first of which the ring's tiles are on their way."""
+    """All tiles of a program, of the first of which the ring's are on their way."""
     STAGES: gl.constexpr = TILE.stages
     length = work.length
-    begin, end = tiles_of(unit, work)
     tile = begin
-    done = 0
-    while begin < end:
-        after = next_unit(work, QUEUE)
-        next_begin, next_end = tiles_of(after, work)
-        while tile < end:
-            block = tile // length
-            stop = gl.minimum((block + 1) * length, end)
-            # Here, while tiles are on their way, and not behind the last one.
-            lowest, segments = block_segments(block, work)
-            sums = zeros(TILE)
-            for each in range(tile, stop):
-                if EARLY and TILE.late > 0 and next_begin == next_end and each == gl.maximum(end - TILE.late, begin):
-                    let_next_start(True)
-                stage = done % STAGES
-                sums = _add_products(sums, ring, stage, done // STAGES, TILE)
-                # All warps have read the stage that is filled again.
-                gl.thread_barrier()
-                ahead, limit = tile_ahead(each + STAGES, end, next_begin, next_end)
-                _fetch_weight(weight, ring, stage, ahead, limit, length, outs.outputs, TILE)
-                _fetch_x(x, ring, stage, ahead, limit, length, TILE)
-                done += 1
-            _write_block(sums, factors, outs, unit, block, partial, counters, lowest, segments, SEGMENTS, TILE)
-            tile = stop
-        unit, begin, end = after, next_begin, next_end
-        tile = begin
+    while tile < end:
+        block = tile // length
+        stop = gl.minimum((block + 1) * length, end)
+        # Here, while tiles are on their way, and not behind the last one.
+        lowest, segments = block_segments(block, work)
+        sums = zeros(TILE)
+        for each in range(tile, stop):
+            if EARLY and TILE.late > 0 and each == gl.maximum(end - TILE.late, begin):
+                let_next_start(True)
+            stage = (each - begin) % STAGES
+            sums = _add_products(sums, ring, stage, (each - begin) // STAGES, TILE)
+            # All warps have read the stage that is filled again.
+            gl.thread_barrier()
+            _fetch_weight(weight, ring, stage, each + STAGES, end, length, outs.outputs, TILE)
+            _fetch_x(x, ring, stage, each + STAGES, end, length, TILE)
+        _write_block(sums, factors, outs, block, partial, counters, lowest, segments, SEGMENTS, TILE)
+        tile = stop
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -230,7 +215,6 @@ def _write_block(
     sums: gl.tuple,
     factors: gl.tuple,
     outs: gl.tuple,
-    unit: gl.tensor,
     block: gl.tensor,
     partial: gl.tensor,
     counters: gl.tensor,
@@ -239,11 +223,11 @@ def _write_block(
     SEGMENTS: gl.constexpr,
     TILE: gl.constexpr,
 ) -> None:
-    """Leave a unit's sums of a block, or write its outputs where they are the last ones."""
+    """Leave a program's sums of a block, or write its outputs where they are the last ones."""
     asked, norm_weight = residual_of_few_rows(outs, block, TILE), norm_weight_of(outs, block, TILE)
     last = True
     if SEGMENTS > 1:
-        sums, last = join_segments(sums, unit, partial, counters + block, lowest, segments, SEGMENTS, TILE)
+        sums, last = join_segments(sums, partial, counters + block, lowest, segments, SEGMENTS, TILE)
     if last:
         finish(sums, factors, asked, norm_weight, outs, block, TILE)
 

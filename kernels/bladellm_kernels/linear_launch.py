@@ -158,14 +158,12 @@ def launch_hopper(call: LinearCall, schedule: HopperSchedule, programs: int, wor
     length = triton.cdiv(call.inputs, tile.inputs)
     total = triton.cdiv(call.outputs, tile.outputs) * length
     programs = min(programs, total)
-    units = unit_count(programs, total, schedule)
     hopper_linear_kernel[(programs,)](
         described(call.x, tile.rows, tile.inputs), described(call.weight, tile.outputs, tile.inputs),
         call.weight, call.weight.stride(0), call.bias, call.residual, call.out, *norm_arguments(call),
-        workspace.partial, workspace.counters, len(call.x), call.outputs, call.inputs, *call.strides[2:], units,
+        workspace.partial, workspace.counters, len(call.x), call.outputs, call.inputs, *call.strides[2:],
         TILE=tile,
-        SEGMENTS=most_segments(length, total, units),
-        QUEUE=units > programs,
+        SEGMENTS=most_segments(length, total, programs),
         num_warps=schedule.warps,
         **early_launch(call.x.device),
     )  # fmt: skip
@@ -191,19 +189,11 @@ def norm_arguments(call: NormedCall) -> tuple[NormInFront | None, NormBehind | N
 
 
 def workspace_sizes(call: LinearCall, schedule: DotSchedule | HopperSchedule, programs: int) -> tuple[int, int]:
-    """Numbers of partial sums and of counters: two slots a unit, a counter a block of outputs and one of the units."""
-    units = schedule.units if isinstance(schedule, HopperSchedule) else 1
-    if schedule.programs == 0 and units == 1:
+    """Numbers of partial sums and of counters: two slots a program, and a counter a block of outputs."""
+    if schedule.programs == 0:
         return 0, 0
     slot = call.parts * schedule.block_n * schedule.block_m
-    return 2 * programs * units * slot, triton.cdiv(call.outputs, schedule.block_n) + 1
-
-
-def unit_count(programs: int, total: int, schedule: HopperSchedule) -> int:
-    """Units of work in `total` tiles: not so many that one is shorter than the ring, which holds tiles of two units."""
-    if total // (programs * schedule.units) < schedule.stages:
-        return max(programs, total // schedule.stages)
-    return programs * schedule.units
+    return 2 * programs * slot, triton.cdiv(call.outputs, schedule.block_n)
 
 
 def most_segments(length: int, total: int, programs: int) -> int:

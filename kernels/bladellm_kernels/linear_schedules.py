@@ -14,6 +14,10 @@ MANY_ROWS = 1024
 """Rows of x from which on a gate-up projection and its SiLU · mul by `many_rows_linear` are faster than by cuBLAS and a
 kernel behind it: 362 µs of 379 with 1,024 rows on an H200, 2,827 of 2,928 with 8,192 (Llama-3.1-8B)."""
 
+NORM_ROWS = (2, 16)
+"""Fewest and most rows of x for which layers with norms are kernels, where nobody measured their shapes: for one row
+`linear`'s kernel without tensor cores is faster, for many rows cuBLAS."""
+
 GEMV_ROWS = 4
 """Most rows of x for products without tensor cores: with more of them arithmetic is no longer hidden."""
 
@@ -57,8 +61,6 @@ class HopperSchedule:
     block_n: a multiple of 64, of each half where there is a gate. stages: tiles in the ring, all of them on their way
     before the inputs are ready; where they take less than half of the shared memory the next layer's are, too. late:
     with how many tiles to go a program lets the next kernel start, 0 for at once. prefetch: as above, behind the ring.
-    units: of work, for every program; it takes one after another where there are more than one, and those of a slow
-    program are left to others.
     """
 
     block_m: int
@@ -69,7 +71,6 @@ class HopperSchedule:
     warps: int = 4
     late: int = 0
     prefetch: int = 0
-    units: int = 1
 
 
 _HALF_SHARED = 112 * 1024
@@ -89,9 +90,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTable:
-    """entries: by outputs N, inputs K and whether SiLU · mul follows; ascending in rows."""
+    """entries: by outputs N, inputs K and whether SiLU · mul follows; ascending in rows. norm_rows: as `NORM_ROWS`."""
 
     entries: Mapping[tuple[int, int, bool], Sequence[Entry]] = field(default_factory=dict)
+    norm_rows: tuple[int, int] = NORM_ROWS
 
     def choose(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> Schedule | None:
         """The schedule of x [rows, inputs] and a weight of `outputs` outputs, None for cuBLAS."""
@@ -104,7 +106,8 @@ class ScheduleTable:
     def choose_with_norms(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> HopperSchedule | None:
         """The same of a table for layers with norms, which kernels for Hopper alone have; None for other operators."""
         if (outputs, inputs, gated) not in self.entries:
-            return default_hopper_schedule(rows, gated)
+            least, most = self.norm_rows
+            return default_hopper_schedule(rows, gated) if least <= rows <= most else None
         schedule = self.choose(rows, outputs, inputs, gated)
         return schedule if isinstance(schedule, HopperSchedule) else None
 
@@ -125,18 +128,16 @@ def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
     return DotSchedule(block_m, block_n=128, block_k=64, stages=4, warps=8, prefetch=32768)
 
 
-def default_hopper_schedule(rows: int, gated: bool = False) -> HopperSchedule | None:
-    """For shapes of layers with norms that nobody measured, None for other operators: for one row `linear`'s kernel
-    without tensor cores is faster, for many rows cuBLAS.
+def default_hopper_schedule(rows: int, gated: bool = False) -> HopperSchedule:
+    """For shapes of layers with norms that nobody measured.
 
     One program an SM that takes just less than half of its shared memory: so each layer's programs fit beside those of
-    the layer before, one everywhere.
+    the layer before, one everywhere. The more rows, the more outputs a tile of x is for.
     """
-    if not 2 <= rows <= 16:
-        return None
-    block_m, block_k, parts = max(8, power_of_two(rows)), 128, 1 + gated
-    tile_bytes = 2 * block_k * (64 * parts + block_m)
-    return HopperSchedule(block_m, 64, block_k, stages=_HALF_SHARED // tile_bytes)
+    block_m, parts = max(8, power_of_two(rows)), 1 + gated
+    block_n, block_k = (64, 128) if block_m <= 16 else (128 // parts, 64)
+    tile_bytes = 2 * block_k * (block_n * parts + block_m)
+    return HopperSchedule(block_m, block_n, block_k, stages=_HALF_SHARED // tile_bytes)
 
 
 def save_table(table: ScheduleTable, path: Path) -> None:

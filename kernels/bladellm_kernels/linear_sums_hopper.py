@@ -1,4 +1,4 @@
-"""What becomes of the sums of `linear_hopper`: those of units that share a block meet."""
+"""What becomes of the sums of `linear_hopper`: those of programs that share a block meet."""
 
 from typing import NamedTuple
 
@@ -48,14 +48,13 @@ def zeros(TILE: gl.constexpr) -> gl.tuple:
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _slot(lowest: gl.tensor, segment: gl.tensor) -> gl.tensor:
-    """Where the sums of a block's segment are left: at most one of a unit's is a block's first, and one is not."""
+    """Where the sums of a block's segment are left: at most one of a program's is a block's first, and one is not."""
     return (lowest + segment) * 2 + gl.minimum(segment, 1)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def join_segments(
     sums: gl.tuple,
-    unit: gl.tensor,
     partial: gl.tensor,
     counter: gl.tensor,
     lowest: gl.tensor,
@@ -63,13 +62,13 @@ def join_segments(
     SEGMENTS: gl.constexpr,
     TILE: gl.constexpr,
 ) -> gl.tuple:
-    """The sums over the whole of K, and whether this unit has them: the last one to come takes the counter back."""
+    """The sums over the whole of K, and whether this program has them: the last one to come takes the counter back."""
     PARTS: gl.constexpr = TILE.parts
     SIZE: gl.constexpr = TILE.outputs * TILE.rows
     last = segments == 1
     if segments > 1:
         place = partial + _numbers(TILE)
-        slot = _slot(lowest, unit - lowest)
+        slot = _slot(lowest, gl.program_id(0) - lowest)
         for part in gl.static_range(PARTS):
             gl.store(place + (slot * PARTS + part) * SIZE, sums[part])
         # All threads' sums are written before the one that counts says so.

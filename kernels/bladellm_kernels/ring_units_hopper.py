@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
+from bladellm_kernels.linear_division_hopper import Division, block_segments, tiles_of
 from bladellm_kernels.linear_outputs_hopper import Outputs, finish, norm_weight_of, residual_of_few_rows, row_factors
 from bladellm_kernels.linear_sums_hopper import join_segments, sums_layout
-from bladellm_kernels.linear_units_hopper import Units, block_segments, tiles_of
 from bladellm_kernels.ring_factors_hopper import UnitTile, block_factors, load_factors, prefetch_factors
 from bladellm_kernels.ring_tiles_hopper import TILE_ROWS, UNITS, Cursor, Source, fetch_units, fetch_x, new_ring
 from bladellm_kernels.weight_units_triton import unit_parts
@@ -82,7 +82,7 @@ def ring_units_kernel(
     let_next_start(EARLY and TILE.late == 0)
     length = gl.cdiv(weight.steps, TILE.inputs // SHAPE.step)
     blocks = gl.cdiv(outputs, TILE.outputs)
-    work = Units(gl.num_programs(0), blocks * length, length, arrived)
+    work = Division(gl.num_programs(0), blocks * length, length)
     begin, end = tiles_of(gl.program_id(0), work)
     first_token = gl.program_id(1) * TILE.rows
     source = Source(x, first_token, codes, length)
@@ -139,8 +139,7 @@ def _take_blocks(
         added = _by_parts(sums, TILE)
         last = True
         if SEGMENTS > 1:
-            unit = gl.program_id(0)
-            added, last = join_segments(added, unit, partial, counters + block, lowest, segments, SEGMENTS, TILE)
+            added, last = join_segments(added, partial, counters + block, lowest, segments, SEGMENTS, TILE)
         if last:
             finish(added, factors, asked, norm_weight, outs, block, TILE)
         tile = stop

@@ -168,7 +168,9 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
     as_on_cuda = case.q.dtype == torch.float32
-    changed = {"plain": as_on_cuda, "lingers": light and not as_on_cuda}
+    changed: dict[str, int] = {"plain": as_on_cuda}
+    if not as_on_cuda:
+        changed |= {"idle_ns": schedule.idle_ns, "stay_ns": schedule.stay_ns}
     monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), **changed))
     for each in (module, merge_module):
         monkeypatch.setattr(each, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from bladellm_kernels.linear_schedules import HopperSchedule
+from bladellm_kernels.linear_schedules import HopperSchedule, default_hopper_schedule
 
 from tests.kernels.conditions import assert_close
 from tests.kernels.hopper import spilled
@@ -29,7 +29,6 @@ def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bo
         new_workspace,
         norm_arguments,
         tile_of,
-        unit_count,
         workspace_sizes,
     )
 
@@ -39,7 +38,6 @@ def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bo
     tile = tile_of(call, schedule)._replace(prefetch=16)
     length, blocks = -(-call.inputs // tile.inputs), -(-call.outputs // tile.outputs)
     programs = min(programs, length * blocks)
-    units = unit_count(programs, length * blocks, schedule)
     workspace = new_workspace(call.x.device, *workspace_sizes(call, schedule, programs))
     workspace.partial.fill_(torch.nan)
     for program in random.sample(range(programs), programs):
@@ -53,9 +51,9 @@ def run_in_python(call, schedule: HopperSchedule, programs: int, late_copies: bo
             module.hopper_linear_kernel, program, late_copies,
             Described(call.x), Described(call.weight), call.weight, call.weight.stride(0), call.bias, call.residual,
             call.out, *norm_arguments(call), workspace.partial, workspace.counters, len(call.x), call.outputs,
-            call.inputs, *call.strides[2:], units,
+            call.inputs, *call.strides[2:],
             programs=programs, on_wait=partial(copy_all, inputs, values),
-            TILE=tile, SEGMENTS=most_segments(length, blocks * length, units), QUEUE=units > programs, EARLY=True,
+            TILE=tile, SEGMENTS=most_segments(length, blocks * length, programs), EARLY=True,
         )  # fmt: skip
         for first, size in prefetched:
             row, column = first // call.weight.stride(0), first % call.weight.stride(0)
@@ -71,12 +69,11 @@ def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("units", [1, 3])
-def test_every_stage_is_filled_before_it_is_read_and_read_before_it_is_filled(units, parts, late_copies):
+def test_every_stage_is_filled_before_it_is_read_and_read_before_it_is_filled(parts, late_copies):
     for programs, stages, sizes in [
         (1, 3, (5, 34, 104)), (3, 2, (8, 32, 160)), (8, 4, (1, 50, 88)), (5, 3, (7, 10, 200)), (9, 2, (3, 33, 16))
     ]:  # fmt: skip
-        schedule = HopperSchedule(8, 16, 16, stages=stages, late=programs % 4, units=units)
+        schedule = HopperSchedule(8, 16, 16, stages=stages, late=programs % 4)
         call = linear_call(sizes, torch.bfloat16, parts, extras=programs > 1)
         run_in_python(call, schedule, programs, late_copies)
         assert_close(call.out, expected_of(call), torch.bfloat16)
@@ -111,7 +108,7 @@ def test_norms_in_front_and_behind(parts, front, behind, late_copies):
             if behind and extras:
                 call.out.copy_(residual)
                 call = replace(call, residual=call.out)
-            schedule = HopperSchedule(8, 16, 16, stages=stages, units=1 + extras)
+            schedule = HopperSchedule(8, 16, 16, stages=stages)
             run_in_python(call, schedule, programs, late_copies)
             check_norms(call, residual)
 
@@ -121,7 +118,7 @@ def test_norms_in_front_and_behind(parts, front, behind, late_copies):
 def test_with_norms_it_fits_two_programs_to_a_multiprocessor(parts, norms, rows, monkeypatch):
     from tests.kernels.linear_support import compiled_for_hopper
 
-    schedule = HopperSchedule(rows, 128 // parts, 64, stages=4 if rows > 16 else 6)
+    schedule = default_hopper_schedule(rows - 1, gated=parts == 2)
     compiled = compiled_for_hopper(monkeypatch, (rows - 1, 6144, 4096), schedule, parts, norms=norms)
     text = compiled.asm["ptx"]
     before, after = text.split("griddepcontrol.wait")
@@ -157,7 +154,7 @@ def gpu_calls(dtype):
     ]:  # fmt: skip
         for schedule in (
             HopperSchedule(8, 128, 64), HopperSchedule(16, 64, 128, stages=5), HopperSchedule(64, 128, 64, 0, 3),
-            HopperSchedule(64, 64, 64, 2, 4), HopperSchedule(128, 128, 64, 1, 4, 8), HopperSchedule(8, 64, 64, units=3),
+            HopperSchedule(64, 64, 64, 2, 4), HopperSchedule(128, 128, 64, 1, 4, 8),
         ):  # fmt: skip
             for rows in {1, schedule.block_m - 3, schedule.block_m}:
                 yield linear_call((rows, outputs, inputs), dtype, parts, extras, "cuda"), schedule
@@ -182,9 +179,9 @@ def test_on_a_gpu(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("late", "units"), [(0, 1), (6, 1), (0, 3)])
+@pytest.mark.parametrize("late", [0, 6])
 @pytest.mark.parametrize("rows", [1, 8, 33])
-def test_a_captured_chain_of_layers_gives_the_same_bits_at_every_replay(rows, late, units):
+def test_a_captured_chain_of_layers_gives_the_same_bits_at_every_replay(rows, late):
     """Every layer starts beside the one in front, whose outputs are its inputs; some have a few tiles only."""
     from bladellm_kernels.linear_launch import LinearCall, launch
 
@@ -193,7 +190,7 @@ def test_a_captured_chain_of_layers_gives_the_same_bits_at_every_replay(rows, la
     weights = [torch.randn(n, k, dtype=dtype, device=device) * k**-0.5 for k, n in pairwise(widths)]
     values = [torch.randn(rows, width, dtype=dtype, device=device) for width in widths]
     schedule = HopperSchedule(64, 64, 64, stages=4) if rows > 8 else HopperSchedule(8, 128, 64)
-    schedule = replace(schedule, late=late, prefetch=late * 4096, units=units)
+    schedule = replace(schedule, late=late, prefetch=late * 4096)
     calls = [LinearCall(x, w, None, None, y, 1) for (x, y), w in zip(pairwise(values), weights, strict=True)]
 
     def chain() -> None:
@@ -243,7 +240,7 @@ def test_norms_on_a_gpu(dtype):
 
     for schedule in (
         HopperSchedule(8, 128, 64),
-        HopperSchedule(8, 64, 64, units=4),
+        HopperSchedule(8, 64, 64),
         HopperSchedule(64, 64, 64, stages=4),
         HopperSchedule(128, 128, 64, 1, 4, 8),
     ):

@@ -1,9 +1,18 @@
 """Linear layers with delayed norms against float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
+from bladellm_kernels.linear_schedules import ScheduleTable
+from bladellm_kernels.normed_linear import (
+    linear_add,
+    normed_linear,
+    normed_linear_silu_mul,
+    norms_schedule,
+    use_norms_table,
+)
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.decode_support import run_interpreted
@@ -120,8 +129,8 @@ def test_wrong_arguments_are_named(name, change):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 8, 13])
-def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows):
+@pytest.mark.parametrize("rows", [1, 8, 13, 30])
+def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows, request):
     """Layers whose residual stream is written in place, each starting beside the one in front."""
     hidden, inner, dtype, device = 2048, 5632, torch.bfloat16, "cuda"
     shapes = {"qkv": (hidden, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
@@ -130,6 +139,8 @@ def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows):
         for _ in range(6)
     ]
     norms = [1 + torch.randn(hidden, dtype=dtype, device=device) / 8 for _ in range(13)]
+    use_norms_table(ScheduleTable(norm_rows=(1, 32)))
+    request.addfinalizer(partial(use_norms_table, None))
     assert all(norms_schedule(rows, layer["o"]) is not None for layer in layers)
     x = torch.randn(rows, hidden, dtype=dtype, device=device)
     stream = torch.empty_like(x)

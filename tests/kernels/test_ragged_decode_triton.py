@@ -156,6 +156,7 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load)
     assert compiled.metadata.shared <= 227 * 1024
     text = compiled.asm["ptx"]
     assert ("nanosleep" in text) == load.get("light", False)
+    assert "%globaltimer" not in text
     assert "mma.sync.aligned.m16n8k16" in text
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
     loop = inner_loop(compiled.asm["ttgir"])
@@ -182,10 +183,24 @@ def test_compiled_for_many_sequences_and_beside_others(load, monkeypatch, tmp_pa
     check_compiled(monkeypatch, tmp_path, "no_quant", (32, 8, 128), **load)
 
 
-def test_a_light_schedule_leaves_half_of_the_shared_memory():
-    schedule = default_schedule(128, light=True)
+@pytest.mark.parametrize("batch", [1, 8, 256])
+def test_a_light_schedule_leaves_half_of_the_shared_memory(batch):
+    schedule = default_schedule(128, batch=batch, light=True)
     assert schedule.ctas_per_sm == 1
     assert (schedule.stages - 1) * schedule.block_kv * 512 < 114 * 1024
+
+
+def test_programs_that_stay_look_at_the_clock_when_the_next_may_start_and_behind_their_last_store(monkeypatch):
+    pytest.importorskip("triton")
+    case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [5, 9], granule_tokens=256)
+    schedule = replace(default_schedule(128, light=True), idle_ns=0, stay_ns=4500)
+    text = compiled_for_hopper(monkeypatch, case, None, schedule).asm["ptx"]
+    before, between, after = text.split("%globaltimer")
+    assert "griddepcontrol.launch_dependents" in before
+    assert "ld.global" in between
+    assert "st.global" in between
+    assert "st.global" not in after
+    assert "nanosleep" not in text
 
 
 @pytest.mark.parametrize("launches", [1, 2])
@@ -254,12 +269,14 @@ def test_a_captured_graph_holds_for_other_lengths(format_name, light):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("light", [False, True])
-def test_layers_of_a_graph_share_a_plan(light):
-    """Each kernel reads what the one before it wrote, though it starts before that one has ended."""
+@pytest.mark.parametrize(("light", "stay_ns"), [(False, 0), (True, 0), (True, 6000)])
+def test_layers_of_a_graph_share_a_plan(light, stay_ns):
+    """Each kernel reads what the one before it wrote, though it starts before that one has ended; those that stay take
+    as long as they are asked to."""
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
     lens = case.kv_lens.clone()
-    workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16)
+    schedule = replace(default_schedule(128, light=True), stay_ns=stay_ns) if stay_ns else None
+    workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16, schedule)
     outs = [torch.empty_like(case.q) for _ in range(8)]
 
     def step():
@@ -277,7 +294,12 @@ def test_layers_of_a_graph_share_a_plan(light):
         lens.copy_(torch.tensor(changed))
         for out in outs:
             out.fill_(torch.nan)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         graph.replay()
+        end.record()
+        end.synchronize()
+        assert start.elapsed_time(end) > len(outs) * stay_ns / 1e6
         queries = case.q
         for out in outs:
             memory = (queries, case.kv, case.base_rows, case.slots, lens)
