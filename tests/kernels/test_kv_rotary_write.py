@@ -1,14 +1,9 @@
 """rotary_kv_write against complex rotation and kv_write, and its CUDA kernel interpreted and compiled on the CPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bladellm_kernels import rotary_kv_write as module
 from bladellm_kernels.hadamard import hadamard_matrix, hadamard_reference
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import dequantize_kv
@@ -19,6 +14,7 @@ from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write, rotary_
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE, assert_close
 from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, memory, numbers
 from tests.kernels.test_kv_write import LAYOUTS, same_bits, tokens_of, twin, written
 
@@ -237,14 +233,8 @@ def check_same_but_for_rounding(given: Memory, expected: Any, rows: torch.Tensor
 
 
 def test_the_kernel_gives_the_same_interpreted():
-    """In a process of its own: triton reads the switch when it is imported."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    code = "from tests.kernels.test_kv_rotary_write import interpreted; interpreted()"
-    path = os.pathsep.join([str(root), str(Path(module.__file__).parents[1])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("tests.kernels.test_kv_rotary_write", "interpreted")
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.conditions import assert_close
-from tests.kernels.prefill_support import SPANS, hopper, kv_memory, prefill_case, run_interpreted
+from tests.kernels.interpreted import run_interpreted
+from tests.kernels.prefill_support import SPANS, hopper, kv_memory, prefill_case
 
 spans = st.lists(
     st.tuples(st.integers(1, 300), st.integers(0, 5000)).map(lambda pair: Span(0, pair[0], pair[1], 0, 0)),
@@ -125,7 +126,7 @@ def interpreted_quantized() -> None:
 @pytest.mark.parametrize("call", ["interpreted_unquantized", "interpreted_quantized"])
 def test_the_kernel_interpreted_gives_the_reference(call):
     pytest.importorskip("triton")
-    run_interpreted(f"tests.kernels.test_ragged_prefill_triton:{call}")
+    run_interpreted("tests.kernels.test_ragged_prefill_triton", call)
 
 
 def compiled_text(name: str, dtype: torch.dtype, heads: tuple[int, int, int], paged: bool, window: int | None) -> str:
