@@ -5,6 +5,7 @@ environment what it is to be when it is imported. Importing torch would take lon
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -13,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,7 @@ def serve() -> dict[str, Any]:
     """Fork for every job, and tell its exit code; returns in the processes forked, with the job."""
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a forked process would copy the pages of all these objects
     while line := sys.stdin.readline():
         process = os.fork()
         if process == 0:
@@ -115,13 +119,40 @@ def become(job: dict[str, Any]) -> None:
     sys.path[:1] = [*first, *filter(None, job["environment"].get("PYTHONPATH", "").split(os.pathsep))]
 
 
-def main() -> None:
-    job = serve()
-    become(job)
+def run(job: dict[str, Any]) -> None:
     if "script" in job:
         runpy.run_path(job["script"], run_name="__main__")
     else:
         exec(compile(job["code"], "<string>", "exec"), {"__name__": "__main__"})
+
+
+def exit_code(job: dict[str, Any]) -> int:
+    """Run a job, and tell what ended it as Python does."""
+    try:
+        run(job)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Forked processes end without taking torch apart, which would last longer than many a job."""
+    job = serve()
+    become(job)
+    code = exit_code(job)
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
