@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 endif
 
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
-SPREAD := $(PYTEST) -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SPREAD := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES := bladellm_tools bladellm_runtime kernels recipes tests
 
 .PHONY: help setup demo test test-all test-gpu bench-gpu bench-streams lint fmt
