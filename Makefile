@@ -16,6 +16,7 @@ STAMP := $(VENV)/.installed
 endif
 
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+SPREAD := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES := bladellm_tools bladellm_runtime kernels recipes tests
 
 .PHONY: help setup demo test test-all test-gpu bench-gpu bench-streams lint fmt
@@ -34,14 +35,14 @@ demo: setup  ## quantize the small model of the repository, serve it, ask it, pr
 	$(RUN) recipes/demo.py
 
 test: setup  ## the tests, expensive ones sampled
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(SPREAD) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: setup  ## all tests that need no GPU
-	$(PYTEST) -n $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
+	$(SPREAD) -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: setup  ## tests of the GPU, then the others on it
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device cuda $(PYTEST_ARGS)
+	$(SPREAD) -m "not slow and not gpu" --device cuda $(PYTEST_ARGS)
 
 bench-gpu: setup  ## the tables of speed beside their goals; OUT=folder SHAPES="llama31-8b" PARTS="decode online" PEER="command"
 	$(RUN) recipes/benchmarks/bench_gpu.py --device cuda --out $(OUT) $(if $(SHAPES),--shapes $(SHAPES)) \

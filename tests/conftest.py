@@ -2,12 +2,15 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "recipes" / "models" / "demo"
 TESTBED = ROOT.parent / "shared" / "testbed"
+TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
+"""Files whose tests measure times, one after another (fixture `alone`)."""
 
 # A shell's background jobs ignore interrupts, and so would every command that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +20,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device of the engines under test")
     parser.addoption("--testbed", default=str(TESTBED), help="folder with the larger trained models")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that measure times come first: they take longest, and share a process."""
+    items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, but the files that measure times go to one process together: two would wait for each other."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TimedFilesTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TIMED[0] if nodeid.startswith(TIMED) else super()._split_scope(nodeid)
+
+    return TimedFilesTogether(config, log)
 
 
 @pytest.fixture(scope="session")

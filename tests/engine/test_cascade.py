@@ -26,6 +26,7 @@ from tests.engine.cascade_support import BothReads
 from tests.engine.test_equality import token_bytes
 from tests.engine.test_step_graphs import FAMILIES, FORMATS, drive, poison
 from tests.models.harness import save_tiny
+from tests.support.cases import some_of, some_pairs
 
 SIZES = {"cuda_graph_batch_sizes": [2, 4, 7], "cuda_graph_prefill_tokens": [0]}
 SHAPE = {"dtype": "float32", "device": "cpu", "max_running_requests": 8, "kv_cache_gib": 0.1}
@@ -118,7 +119,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, always, opti
     assert_same(requests, found, answer(eager, requests, random.Random()))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", some_of(FORMATS, ("no_quant", "int8", "int4_affine", "fp8_e5m2")))
 def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, always, format):
     """But for a rounding that flips a code, and with it a token later on: that is rare."""
     requests = random_requests(16, read_model_spec(demo_model).vocab_size, (48,))
@@ -132,8 +133,7 @@ def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, always, for
     assert agreed > (0.8 if format != "no_quant" else 0.999) * sum(map(len, found[1].values()))
 
 
-@pytest.mark.parametrize("attn_cls", ["ragged_flash", "paged"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "attn_cls"), some_pairs(FORMATS, ["ragged_flash", "paged"]))
 def test_logits_are_those_of_rows_that_read_alone(demo_model, always, format, attn_cls):
     """In the same step, on the same memory."""
     engine = engine_of(demo_model, Again(), kv_cache_quant=format, attn_cls=attn_cls)

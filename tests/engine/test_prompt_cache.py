@@ -8,6 +8,7 @@ import pytest
 from bladellm_runtime import LLM, SamplingParams
 from tests.engine import reference
 from tests.engine.test_equality import TOKENS, expected, greedy_params, run
+from tests.support.cases import some_of, some_pairs
 
 LONG = "\n\n".join(reference.PROMPTS)
 FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
@@ -73,14 +74,13 @@ def test_prompt_logprobs_are_complete_although_the_prompt_is_cached(llm):
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids) - 1
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("format", "mode"), some_pairs(FORMATS, MODES))
 def test_every_format_gives_the_same_tokens_in_every_mode(demo_model, device, format, mode):
     other, _ = run(demo_model, [*reference.PROMPTS, LONG], device, kv_cache_quant=format, **MODES[mode])
     assert other == usual(demo_model, device, format)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", some_of(FORMATS, ("no_quant", "int8", "int4_affine", "fp8_e4m3")))
 def test_cached_and_preempted_requests_get_the_same_tokens_in_every_format(demo_model, device, format):
     count = len(reference.PROMPTS)
     prompts = [reference.PROMPTS[i % count] for i in range(16)]

@@ -14,6 +14,7 @@ from bladellm_runtime.quantization.registry import FORMATS
 from bladellm_runtime.quantization.scheme import Scheme
 from tests.engine import reference
 from tests.models.quantized import round_weight
+from tests.support.cases import some_pairs
 
 TOKENS = 24
 FILE = "model.safetensors"
@@ -120,8 +121,7 @@ def test_rounded_activations_cost_little(demo_model, tmp_path, name, limit, devi
     assert 0 < (scores[0] - scores[1]).abs().mean() < limit
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "dtype"), some_pairs(SCHEMES, ["bfloat16", "float32"]))
 def test_dummy_weights_serve(demo_model, tmp_path, name, dtype, device):
     pair = make_pair(demo_model, tmp_path, "compressed-tensors", SCHEMES[name])
     (pair.quantized / FILE).unlink()

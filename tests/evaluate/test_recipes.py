@@ -3,8 +3,6 @@
 import importlib
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.models.weights import parameter_shape, weight_table
 from bladellm_tools.evaluate.summary import Estimate, PairSummary, Summary
 from tests.evaluate.texts import random_text
-from tests.tools.command import ROOT
+from tests.support.warm import ROOT, run_script
 
 SCRIPTS = ROOT / "recipes" / "quantize"
 pytestmark = pytest.mark.timeout(300)
@@ -25,11 +23,6 @@ pytestmark = pytest.mark.timeout(300)
 def recipe(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module
-
-
-def run_script(name: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
 
 
 def accuracy_flags(demo_model, folder, device) -> list[object]:
@@ -44,7 +37,7 @@ def accuracy_flags(demo_model, folder, device) -> list[object]:
 
 def test_the_accuracy_table_is_made_and_resumed(recipe, capsys, demo_model, tmp_path, device) -> None:
     flags = accuracy_flags(demo_model, tmp_path, device)
-    done = run_script("accuracy.py", *flags)
+    done = run_script(SCRIPTS / "accuracy.py", *flags)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     rows = {(row["method"], row["seed"]): row for row in results["rows"]}
@@ -123,8 +116,8 @@ def test_rows_that_do_not_exist_are_refused(recipe) -> None:
 def test_the_speed_of_a_tiny_shape_is_measured(tmp_path, device) -> None:
     out = tmp_path / "speed.json"
     done = run_script(
-        "speed.py", "--shape", "tiny", "--layers", "3", "--work", tmp_path, "--samples", "5", "--length", "32",
-        "--group_size", "64", "--device", device, "--extrapolate", "10", "--json", out,
+        SCRIPTS / "speed.py", "--shape", "tiny", "--layers", "3", "--work", tmp_path, "--samples", "5",
+        "--length", "32", "--group_size", "64", "--device", device, "--extrapolate", "10", "--json", out,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())

@@ -1,13 +1,8 @@
 """Random KV memory for the decode tests, poisoned wherever nobody may read, and the kernels without a GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from bladellm_kernels import ragged_decode_attention as operator_module
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
@@ -116,29 +111,6 @@ def plan(case: Case, window, schedule: DecodeSchedule, light: bool = False) -> D
     workspace.partial.fill_(torch.nan)
     workspace.lse.fill_(torch.nan)
     return workspace.plan(case.kv_lens, window, case.query_len, light=light)
-
-
-def run_interpreted(module: str, function: str) -> None:
-    """Call a function of a test module where Triton kernels are interpreted: triton reads the switch when imported."""
-    root = Path(__file__).parents[2]
-    code = f"from tests.kernels.decode_support import mend; mend(); from {module} import {function}; {function}()"
-    path = os.pathsep.join([str(root), str(Path(operator_module.__file__).parents[1])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def mend() -> None:
-    """Triton 3.6 takes loop bounds from arrays of one number in a way that numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1, light=False):

@@ -1,18 +1,13 @@
 """Random KV memory in every format, poisoned where no sequence lies, and chunks over it."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_tiles import Span
 
-ROOT = Path(__file__).parents[2]
 GRANULE = 16
 SPANS = [(0, 1), (0, 23), (13, 7), (40, 1), (3, 37), (0, 65), (5, 131)]
 """(start, length) of chunks."""
@@ -71,32 +66,6 @@ def prefill_case(
     needed = format.quantized or paged
     kv = KvLayer(payload, format, GRANULE, table if needed else None, scales if format.quantized else None, paged)
     return q, kv, chunks
-
-
-def run_interpreted(call: str) -> None:
-    """Run `module:function` with Triton's kernels interpreted: triton reads the switch when it is imported."""
-    module, function = call.split(":")
-    code = (
-        "from tests.kernels.prefill_support import take_scalars_as_bounds; take_scalars_as_bounds(); "
-        f"from {module} import {function}; {function}()"
-    )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def take_scalars_as_bounds() -> None:
-    """Let the interpreter use a loaded scalar as the bound of a loop, which numpy ≥ 2.4 refuses: it has one axis."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 class HopperDriver:

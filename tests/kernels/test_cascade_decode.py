@@ -15,7 +15,8 @@ from bladellm_kernels.prefix_groups import PrefixGroup
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention_reference
 
 from tests.kernels.conditions import DEVICES, assert_close
-from tests.kernels.decode_support import decode_case, run_interpreted
+from tests.kernels.decode_support import decode_case
+from tests.kernels.interpreted import run_interpreted
 
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 

@@ -1,16 +1,14 @@
 """The kernels that read memory read every word once, by wide loads; the sections' figures follow from their times."""
 
 import importlib
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreted import run_interpreted
+from tests.support.warm import ROOT, run_script
+
 SCRIPTS = ROOT / "kernels" / "benchmarks"
 pytest.importorskip("triton")
 
@@ -22,25 +20,7 @@ def kernels(monkeypatch):
 
 
 def interpreted(name: str) -> None:
-    """Run a function of this file in a process of its own: triton reads the switch when it is imported."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", SCRIPTS)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    code = f"from tests.kernels.test_ceilings import bounds_at_run_time, {name}; bounds_at_run_time(); {name}()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def bounds_at_run_time() -> None:
-    """Triton 3.6's interpreter holds a number in an array of one element, which NumPy 2.4 takes for no loop bound."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_index(tensor, scope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_index
+    run_interpreted("tests.kernels.test_ceilings", name, SCRIPTS)
 
 
 def random_words(*shape: int) -> torch.Tensor:
@@ -190,8 +170,7 @@ def test_the_fastest_schedule_is_measured_again_and_must_read_everything(monkeyp
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize("arguments", [[], ["--device", "cpu"], ["--quick", "--only", "read"]])
 def test_without_a_gpu_one_line_says_so(arguments):
-    line = [sys.executable, str(SCRIPTS / "ceilings.py"), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = run_script(SCRIPTS / "ceilings.py", *arguments)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

@@ -1,14 +1,10 @@
 """The benchmark of decode attention runs, and counts what it says it counts."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.warm import ROOT, run_script
 
 
 @pytest.mark.parametrize(
@@ -17,9 +13,7 @@ ROOT = Path(__file__).parents[2]
 def test_it_runs_on_a_cpu(format_name, token_bytes, tmp_path):
     flags = f"--device cpu --heads 4/2/16 --sizes 3x20 mix9 --formats {format_name} --layers 1 3 --paged --compare"
     script = ROOT / "kernels" / "benchmarks" / "decode_attention.py"
-    command = [sys.executable, str(script), *flags.split(), "--repeats", "2", "--json", str(tmp_path / "out.json")]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    done = run_script(script, *flags.split(), "--repeats", "2", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [(each["size"], each["layers"], each["paged"]) for each in results] == [

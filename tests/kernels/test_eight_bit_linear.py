@@ -6,7 +6,7 @@ from bladellm_kernels.fp8_linear import fp8_linear_reference
 from bladellm_kernels.int8_matmul import pad_weight
 from bladellm_kernels.w8a8_linear import w8a8_linear_reference
 
-from tests.kernels.decode_support import run_interpreted
+from tests.kernels.interpreted import run_interpreted
 
 
 def integers_match(device, rows, columns, tokens, dtype, zeros, input_scale) -> None:

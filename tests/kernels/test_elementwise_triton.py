@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from bladellm_kernels.row_codes import LARGEST, row_codes
 
 from tests.kernels.conditions import DTYPES, assert_close
-from tests.kernels.decode_support import run_interpreted
 from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
+from tests.kernels.interpreted import run_interpreted
 
 WIDTHS = [1, 7, 64, 200]
 

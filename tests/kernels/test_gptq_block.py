@@ -1,17 +1,13 @@
 """gptq_block against its reference, its definition, and its CUDA kernel interpreted and compiled on the CPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from bladellm_kernels import gptq_block as module
 from bladellm_kernels.gptq_block import ColumnGrid, gptq_block, gptq_block_reference
 
 from tests.kernels.conditions import DEVICES
+from tests.kernels.interpreted import run_interpreted
 
 SHAPES = [(1, 1), (1, 20), (20, 1), (37, 128), (5, 40), (130, 17), (64, 96)]
 GRIDS = [(4, False), (4, True), (8, False), (8, True), (None, False)]
@@ -150,14 +146,8 @@ def interpreted() -> None:
 
 
 def test_the_kernel_gives_the_same_codes_interpreted():
-    """In a process of its own: triton reads the switch when it is imported."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    code = "from tests.kernels.test_gptq_block import interpreted; interpreted()"
-    path = os.pathsep.join([str(root), str(Path(module.__file__).parents[1])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("tests.kernels.test_gptq_block", "interpreted")
 
 
 @pytest.mark.parametrize("fp8", [False, True])

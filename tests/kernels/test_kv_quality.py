@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bladellm_runtime.errors import ConfigError
 from tests.evaluate.texts import random_text
+from tests.support.warm import ROOT, run_script
 
-ROOT = Path(__file__).parents[2]
 NO_QUANT = KV_FORMATS["no_quant"]
 
 
@@ -95,9 +92,9 @@ def test_too_many_outliers_are_refused(recipe):
 def test_the_table_of_a_model_folder(demo_model, tmp_path, device):
     text = tmp_path / "text.txt"
     text.write_text(random_text(400))
-    line = [sys.executable, "recipes/kv_quality.py", demo_model, "--data", text, "--window", "48", "--max_windows", "2"]
-    line += ["--format", "int8", "int4", "--device", device, "--json", tmp_path / "kv.json"]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, cwd=ROOT, timeout=100)
+    flags = ["--data", text, "--window", "48", "--max_windows", "2", "--format", "int8", "int4"]
+    flags += ["--device", device, "--json", tmp_path / "kv.json"]
+    done = run_script(ROOT / "recipes" / "kv_quality.py", demo_model, *flags)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [row.split(" | ")[0] for row in lines[2:]] == ["| no_quant", "| int8", "| int4", "| int4 rotated"]

@@ -1,14 +1,10 @@
 """rotary_kv_write against complex rotation and kv_write, and its CUDA kernel interpreted and compiled on the CPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
-from bladellm_kernels import rotary_kv_write as module
 from bladellm_kernels.hadamard import hadamard_matrix, hadamard_reference
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import dequantize_kv
@@ -19,10 +15,13 @@ from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write, rotary_
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE, assert_close
 from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, memory, numbers
 from tests.kernels.test_kv_write import LAYOUTS, same_bits, tokens_of, twin, written
+from tests.support.cases import some_of
 
 FORMATS = list(KV_FORMATS)
+TYPES = (torch.float32, torch.float16)
 SHAPES = [(1, 1, 1, 2), (5, 8, 2, 32), (13, 7, 1, 18), (19, 3, 3, 64)]
 
 
@@ -178,52 +177,54 @@ def test_wrong_arguments_are_refused(device):
             rotary_kv_write(q, k, v, args.pop("cos"), args.pop("sin"), kv, rows, **args)
 
 
-def interpreted() -> None:
+def interpreted_sample() -> None:
+    """Each format in one of the types."""
+    interpreted(list(zip(cycle(TYPES), FORMATS, strict=False)))
+
+
+def interpreted(cases: list[tuple[torch.dtype, str]] | None = None) -> None:
     """The kernel, interpreted, gives the reference's very codes and scales, and leaves the rest alone, padding too."""
     from bladellm_kernels.kv_write_triton import launch_kv_write
 
-    for dtype in (torch.float32, torch.float16):
-        for name in FORMATS:
-            for heads, dim, layout in ((3, 18, {}), (2, 32, {"mapped": True})):
-                given = memory(name, heads, dim, dtype, "cpu", **layout)
-                expected = twin(given)
-                rows, places = written(given, len(KINDS))
-                k, v = (torch.cat([tokens_of(kind, 1, heads, dim, dtype, "cpu") for kind in KINDS]) for _ in range(2))
-                if name != "no_quant":
-                    k[3, 1, 7], v[5, 0, 3], v[6, 1, 0], k[0, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
-                rows[2], rows[-1], places[-1] = -1, -3, -3
-                stored = rows >= 0
-                launch_kv_write(given.kv, rows, places, k, v, tile=32)
-                kv_write_reference(expected, rows, k, v, places)
-                same_bits(given.kv, expected)
-                given.untouched_but(rows[stored], places[stored])
-    interpreted_rotary()
+    cases = cases or list(product(TYPES, FORMATS))
+    for dtype, name in cases:
+        for heads, dim, layout in ((3, 18, {}), (2, 32, {"mapped": True})):
+            given = memory(name, heads, dim, dtype, "cpu", **layout)
+            expected = twin(given)
+            rows, places = written(given, len(KINDS))
+            k, v = (torch.cat([tokens_of(kind, 1, heads, dim, dtype, "cpu") for kind in KINDS]) for _ in range(2))
+            if name != "no_quant":
+                k[3, 1, 7], v[5, 0, 3], v[6, 1, 0], k[0, 0] = torch.nan, torch.inf, -torch.inf, torch.nan
+            rows[2], rows[-1], places[-1] = -1, -3, -3
+            stored = rows >= 0
+            launch_kv_write(given.kv, rows, places, k, v, tile=32)
+            kv_write_reference(expected, rows, k, v, places)
+            same_bits(given.kv, expected)
+            given.untouched_but(rows[stored], places[stored])
+    interpreted_rotary(cases)
 
 
-def interpreted_rotary() -> None:
+def interpreted_rotary(cases: list[tuple[torch.dtype, str]]) -> None:
     from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
-    for dtype in (torch.float32, torch.float16):
-        for name in FORMATS:
-            for rotate, dim in ((False, 18), (True, 24), (True, 32)):
-                given = memory(name, 2, dim, dtype, "cpu", mapped=True)
-                expected = twin(given)
-                rows, places = written(given, 5)
-                parts = problem(5, 6, 2, dim, dtype, "cpu")
-                q, k, v = (parts[part] for part in "qkv")
-                matrix = hadamard_matrix(dim, dtype) if rotate else None
-                tables = rotary_tables(*parts["angles"])
-                out = torch.full((5, 8, dim), torch.nan, dtype=dtype)
-                norms = HeadNorms(*torch.randn(2, dim).to(dtype), 1e-5) if dim == 24 else None
-                launch_rotary_kv_write(q, k, v, norms, *tables, given.kv, rows, places, matrix, out[:, 1:7])
-                expected_q = rotary_kv_write_reference(
-                    q, k, v, *tables, expected, rows, places, norms=norms, rotate=matrix
-                )
-                assert_close(out[:, 1:7], expected_q.float(), dtype)
-                assert out[:, 0].isnan().all()
-                assert out[:, 7].isnan().all()
-                check_same_but_for_rounding(given, expected, rows)
-                given.untouched_but(rows, places)
+    for dtype, name in cases:
+        for rotate, dim in ((False, 18), (True, 24), (True, 32)):
+            given = memory(name, 2, dim, dtype, "cpu", mapped=True)
+            expected = twin(given)
+            rows, places = written(given, 5)
+            parts = problem(5, 6, 2, dim, dtype, "cpu")
+            q, k, v = (parts[part] for part in "qkv")
+            matrix = hadamard_matrix(dim, dtype) if rotate else None
+            tables = rotary_tables(*parts["angles"])
+            out = torch.full((5, 8, dim), torch.nan, dtype=dtype)
+            norms = HeadNorms(*torch.randn(2, dim).to(dtype), 1e-5) if dim == 24 else None
+            launch_rotary_kv_write(q, k, v, norms, *tables, given.kv, rows, places, matrix, out[:, 1:7])
+            expected_q = rotary_kv_write_reference(q, k, v, *tables, expected, rows, places, norms=norms, rotate=matrix)
+            assert_close(out[:, 1:7], expected_q.float(), dtype)
+            assert out[:, 0].isnan().all()
+            assert out[:, 7].isnan().all()
+            check_same_but_for_rounding(given, expected, rows)
+            given.untouched_but(rows, places)
 
 
 def check_same_but_for_rounding(given: Memory, expected: Any, rows: torch.Tensor) -> None:
@@ -236,15 +237,10 @@ def check_same_but_for_rounding(given: Memory, expected: Any, rows: torch.Tensor
     torch.testing.assert_close(given.kv.scales, expected.scales, atol=1e-6, rtol=2e-3, equal_nan=True)
 
 
-def test_the_kernel_gives_the_same_interpreted():
-    """In a process of its own: triton reads the switch when it is imported."""
+@pytest.mark.parametrize("cases", some_of(["interpreted_sample", "interpreted"], ["interpreted_sample"]))
+def test_the_kernel_gives_the_same_interpreted(cases):
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    code = "from tests.kernels.test_kv_rotary_write import interpreted; interpreted()"
-    path = os.pathsep.join([str(root), str(Path(module.__file__).parents[1])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("tests.kernels.test_kv_rotary_write", cases)
 
 
 @pytest.mark.parametrize("rotate", [False, True])

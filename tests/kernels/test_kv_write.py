@@ -1,9 +1,6 @@
 """kv_write in every format: what it stores, what kv_read gives back, and what it leaves alone."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,8 @@ from bladellm_kernels.kv_write import kv_write, kv_write_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, check_nearest, memory, numbers
+from tests.support.warm import ROOT, run_script
 
-ROOT = Path(__file__).parents[2]
 FORMATS = list(KV_FORMATS)
 LAYOUTS = [{}, {"mapped": True}, {"paged": True}]
 
@@ -200,9 +197,9 @@ def test_rows_beyond_32_bits(name):
 
 
 def test_the_benchmark_runs_on_a_cpu(tmp_path):
-    line = [sys.executable, "kernels/benchmarks/kv_write.py", "--device", "cpu", "--tokens", "1", "5", "--rotate"]
-    line += ["--heads", "4", "--kv_heads", "2", "--head_dim", "16", "--seconds", "0.001", "--json", tmp_path / "b.json"]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, cwd=ROOT)
+    flags = ["--device", "cpu", "--tokens", "1", "5", "--rotate", "--heads", "4", "--kv_heads", "2", "--head_dim", "16"]
+    flags += ["--seconds", "0.001", "--json", tmp_path / "b.json"]
+    done = run_script(ROOT / "kernels" / "benchmarks" / "kv_write.py", *flags)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert [(row["format"], row["rotate"], row["tokens"]) for row in rows] == [

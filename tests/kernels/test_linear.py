@@ -21,7 +21,7 @@ from bladellm_kernels.linear_schedules import (
 )
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
-from tests.kernels.decode_support import run_interpreted
+from tests.kernels.interpreted import run_interpreted
 
 HALVES = (torch.float16, torch.bfloat16)
 

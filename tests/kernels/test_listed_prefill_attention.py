@@ -18,7 +18,8 @@ from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_reference
 
 from tests.kernels.conditions import DEVICES, assert_close
-from tests.kernels.prefill_support import SPANS, prefill_case, run_interpreted
+from tests.kernels.interpreted import run_interpreted
+from tests.kernels.prefill_support import SPANS, prefill_case
 
 POISON = 2**40
 
@@ -113,7 +114,7 @@ def interpreted() -> None:
 
 def test_the_kernels_interpreted_give_the_same():
     pytest.importorskip("triton")
-    run_interpreted("tests.kernels.test_listed_prefill_attention:interpreted")
+    run_interpreted("tests.kernels.test_listed_prefill_attention", "interpreted")
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 from bladellm_kernels.merge_attention import merge_attention, merge_attention_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE
-from tests.kernels.decode_support import run_interpreted
+from tests.kernels.interpreted import run_interpreted
 
 
 def attention(q, k, v):

@@ -15,7 +15,7 @@ from bladellm_kernels.normed_linear import (
 )
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
-from tests.kernels.decode_support import run_interpreted
+from tests.kernels.interpreted import run_interpreted
 
 EPS = 1e-5
 SIZES = [(0, 6, 16), (1, 34, 48), (3, 130, 7), (5, 64, 160), (17, 258, 96), (130, 40, 64)]

@@ -13,7 +13,8 @@ from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
-from tests.kernels.decode_support import FORMATS, compiled_for_hopper, decode_case, plan, run_interpreted
+from tests.kernels.decode_support import FORMATS, compiled_for_hopper, decode_case, plan
+from tests.kernels.interpreted import run_interpreted
 
 THIS = "tests.kernels.test_ragged_decode_triton"
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")

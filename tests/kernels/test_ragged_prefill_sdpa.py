@@ -16,7 +16,8 @@ from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, ragged_prefill_attention_reference
 
 from tests.kernels.conditions import DEVICES, assert_close
-from tests.kernels.prefill_support import prefill_case, run_interpreted
+from tests.kernels.interpreted import run_interpreted
+from tests.kernels.prefill_support import prefill_case
 
 ON_CUDA = [
     pytest.mark.gpu,
@@ -233,4 +234,4 @@ def interpreted() -> None:
 
 def test_the_kernels_interpreted_give_the_same():
     pytest.importorskip("triton")
-    run_interpreted("tests.kernels.test_ragged_prefill_sdpa:interpreted")
+    run_interpreted("tests.kernels.test_ragged_prefill_sdpa", "interpreted")

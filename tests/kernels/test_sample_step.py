@@ -9,7 +9,7 @@ from bladellm_kernels.gumbel import row_keys, uniform
 from bladellm_kernels.sample_step import SampleRows, Stage, change_logits, sample_step
 
 from tests.kernels.conditions import DEVICES
-from tests.kernels.decode_support import run_interpreted
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.sample_step_support import (
     Request,
     interpreted,

@@ -7,7 +7,7 @@ import torch
 from bladellm_kernels.linear_reference import reference_linear
 from bladellm_kernels.weight_units import pack_units, unit_group_size
 
-from tests.kernels.decode_support import run_interpreted
+from tests.kernels.interpreted import run_interpreted
 
 MIDDLE = {4: 8.0, 8: 128.0}
 

@@ -19,6 +19,7 @@ from bladellm_tools.quantize.pipeline import files, publish
 from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.conftest import ROOT
 from tests.quantize.jobs import W4_ASYMMETRIC, Steps, digests, job_of, save_model, windows
+from tests.support.cases import some_of
 
 
 class Stopped(Exception):
@@ -66,11 +67,6 @@ def whole(model, data, tmp_path_factory):
 
 
 STEPS = 1 + 3 * 5
-
-
-def some_of(steps, sample):
-    """All steps, those outside of the sample marked slow."""
-    return [step if step in sample else pytest.param(step, marks=pytest.mark.slow) for step in steps]
 
 
 @pytest.mark.parametrize("at", some_of(range(STEPS), (0, 3, 4, 7, 10, 15)))

@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.warm import ROOT, run_code
+
 ENTRY_POINTS = {
     "blade_llm": "main",
     "blade_llm_server": "server",
@@ -28,6 +29,11 @@ def run(program: str, *arguments: str, **options: object) -> "subprocess.Complet
     """Run to the end, with standard output and error in pipes."""
     settings: dict[str, object] = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 60, **options}
     return subprocess.run([*command(program), *arguments], check=False, **settings)
+
+
+def run_forked(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`run`, by a process that is forked from one with torch: for commands whose start is not what is tested."""
+    return run_code(command(program)[2], *arguments)
 
 
 def run_on_terminal(program: str, *arguments: str, columns: int = 80, **environment: str) -> str:

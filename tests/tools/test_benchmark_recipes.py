@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +10,14 @@ import torch
 
 from bladellm_runtime.kv.arena import ArenaStats
 from bladellm_runtime.kv.operations import MemoryPlan, Rows, Show
-from tests.tools.command import ROOT
+from tests.support.warm import ROOT, run_script
 
 DEMO = "recipes/models/demo"
 
 
 def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"recipes/benchmarks/{script}", DEMO, *flags]
-    if script != "host_step.py":
-        command += ["--load_format", "auto"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    load = [] if script == "host_step.py" else ["--load_format", "auto"]
+    return run_script(ROOT / "recipes" / "benchmarks" / script, DEMO, *flags, *load)
 
 
 @pytest.mark.parametrize(
@@ -128,19 +125,9 @@ def test_waits_for_mappings_are_told_apart(monkeypatch, views, tokens, seconds, 
 def test_starts_are_measured(tmp_path):
     """On the demo's shape, in shards that are written for it; what is there stays."""
     shutil.copy(ROOT / DEMO / "config.json", tmp_path)
-    command = [
-        sys.executable,
-        "recipes/benchmarks/start_up.py",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--shard_gb",
-        "0.002",
-    ]
-    rest = ("--starts", "first", "dummy", "--lengths", "1", "40", "--options", "kv_cache_gib=0.01", "max_model_len=64")
-    done = subprocess.run(
-        [*command, *rest, "--json", str(tmp_path / "found.json")], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    flags = ("--device", "cpu", "--shard_gb", "0.002", "--starts", "first", "dummy", "--lengths", "1", "40")
+    rest = ("--options", "kv_cache_gib=0.01", "max_model_len=64", "--json", tmp_path / "found.json")
+    done = run_script(ROOT / "recipes" / "benchmarks" / "start_up.py", tmp_path, *flags, *rest)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 3
     found = json.loads((tmp_path / "found.json").read_text())

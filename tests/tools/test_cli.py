@@ -15,7 +15,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import CheckpointError
 from bladellm_tools import cli
 from bladellm_tools.flags import flags_of
-from tests.tools.command import ENTRY_POINTS, ROOT, command, run, run_on_terminal
+from tests.tools.command import ENTRY_POINTS, ROOT, command, run, run_forked, run_on_terminal
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "uvicorn", "aiohttp", "matplotlib")
 QUICK_SECONDS = 0.3
@@ -157,7 +157,7 @@ def test_row_63_numbers_out_of_range(item, capsys) -> None:
     ],
 )
 def test_row_63_usage_errors(arguments: list[str], words: list[str]) -> None:
-    done = run("blade_llm", *arguments)
+    done = run_forked("blade_llm", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

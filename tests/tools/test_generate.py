@@ -14,7 +14,7 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.errors import UserError
 from bladellm_tools import cli
 from bladellm_tools.prompts import PromptLine, read_prompts
-from tests.tools.command import ROOT, command, run, wait_for_library
+from tests.tools.command import ROOT, command, run_forked, wait_for_library
 
 PROMPTS = ["Once upon a time", "PEP 8 is", "Ümläut \u2028 and \U0001f600", "The sea"]
 
@@ -133,20 +133,12 @@ def test_formats(tmp_path) -> None:
 
 
 def test_files_that_cannot_be_used(tmp_path, demo_model) -> None:
-    done = run("blade_llm", "generate", "--model", str(demo_model), "--input", str(tmp_path / "none.txt"))
+    done = run_forked("blade_llm", "generate", "--model", str(demo_model), "--input", str(tmp_path / "none.txt"))
     assert done.returncode == 1
     assert "none.txt cannot be read: No such file" in done.stderr
     (tmp_path / "p.txt").write_text("x")
-    done = run(
-        "blade_llm",
-        "generate",
-        "--model",
-        str(demo_model),
-        "--input",
-        str(tmp_path / "p.txt"),
-        "--output",
-        str(tmp_path),
-    )
+    files = ("--input", str(tmp_path / "p.txt"), "--output", str(tmp_path))
+    done = run_forked("blade_llm", "generate", "--model", str(demo_model), *files)
     assert done.returncode == 1
     assert "cannot be written: Is a directory" in done.stderr
 
