@@ -16,6 +16,7 @@ follow one another on one stream, and all ranks must make the same calls in the 
 GPU writes and reads whole.
 """
 
+import math
 import os
 import socket
 import zlib
@@ -53,11 +54,13 @@ class Exchange:
 
     turns: int32 [rows, units], on this rank alone; the turn of each unit of a row, next to come. The words of a row are
     divided into units of `unit_words`, the last ones perhaps shorter or empty. rank: this rank's number among peers.
+    held: what keeps the memory of peers, which their tensors do not own, in this process.
     """
 
     peers: tuple[torch.Tensor, ...]
     turns: torch.Tensor
     rank: int
+    held: tuple[object, ...] = ()
 
     @property
     def places(self) -> torch.Tensor:
@@ -119,22 +122,23 @@ def open_exchange(
     slots = slots or ranks
     if TURNS * slots * rows * words > MOST_WORDS:
         raise NoExchangeError(f"{slots} times {rows} rows of {words} words are too many")
-    _agree(group, device, _obstacle(ranks, device) or _several_hosts(group, device))
+    agree(group, device, _obstacle(ranks, device))
+    agree(group, device, _several_hosts(group, device))
     assert device is not None
-    shape = (TURNS, slots, rows, words)
     try:
-        peers, trouble = _rendezvous(group, shape, device), ""
+        exchange, trouble = _rendezvous(group, (TURNS, slots, rows, words), units, device), ""
     except (RuntimeError, ImportError, AttributeError) as error:
-        peers, trouble = (), str(error).strip().split("\n")[0]
-    _agree(group, device, trouble)
-    for peer in peers:
+        exchange, trouble = None, str(error).strip().split("\n")[0] or repr(error)
+    agree(group, device, trouble)
+    assert exchange is not None
+    for peer in exchange.peers:
         peer.view(-1)[rank] = rank
-    _agree(group, device, "")
-    heard = peers[rank].view(-1)[:ranks].tolist()
-    _agree(group, device, "" if heard == list(range(ranks)) else "a rank's words did not arrive")
-    peers[rank].fill_(EMPTY)
-    _agree(group, device, "")
-    return Exchange(peers, torch.zeros(rows, units, dtype=torch.int32, device=device), rank)
+    agree(group, device, "")
+    heard = exchange.places.view(-1)[:ranks].tolist()
+    agree(group, device, "" if heard == list(range(ranks)) else "a rank's words did not arrive")
+    exchange.places.fill_(EMPTY)
+    agree(group, device, "")
+    return exchange
 
 
 def _obstacle(ranks: int, device: torch.device | None) -> str:
@@ -156,7 +160,7 @@ def _several_hosts(group: dist.ProcessGroup, device: torch.device | None) -> str
     return "" if int(most[0]) == -int(most[1]) else "the ranks are on several hosts"
 
 
-def _agree(group: dist.ProcessGroup, device: torch.device | None, trouble: str) -> None:
+def agree(group: dist.ProcessGroup, device: torch.device | None, trouble: str) -> None:
     """Wait for all ranks and what they enqueued. Raises NoExchangeError on all where one has trouble."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -167,17 +171,18 @@ def _agree(group: dist.ProcessGroup, device: torch.device | None, trouble: str) 
 
 
 def _rendezvous(
-    group: dist.ProcessGroup, shape: tuple[int, int, int, int], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """The memory of all ranks, mapped into this process."""
-    # No multicast object is made for memory that is only written to by one rank at a time.
+    group: dist.ProcessGroup, shape: tuple[int, int, int, int], units: int, device: torch.device
+) -> Exchange:
+    """The memory of all ranks, mapped into this process, with anything in it."""
+    # No multicast object is made for memory to which one rank writes at a time.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed import _symmetric_memory
 
-    numel = shape[0] * shape[1] * shape[2] * shape[3]
     with torch.cuda.device(device):
-        own = _SymmetricMemory.empty_strided_p2p((numel,), (1,), torch.int32, device)
+        device = torch.device("cuda", torch.cuda.current_device())
+        own = _SymmetricMemory.empty_strided_p2p((math.prod(shape),), (1,), torch.int32, device)
         handle = _symmetric_memory.rendezvous(own, group.group_name)
-    ranks = range(dist.get_world_size(group))
-    return tuple(handle.get_buffer(rank, shape, torch.int32) for rank in ranks)
+    peers = tuple(handle.get_buffer(rank, shape, torch.int32) for rank in range(dist.get_world_size(group)))
+    turns = torch.zeros(shape[2], units, dtype=torch.int32, device=device)
+    return Exchange(peers, turns, dist.get_rank(group), (own, handle))

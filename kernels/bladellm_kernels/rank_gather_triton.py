@@ -13,7 +13,7 @@ _TURNS = tl.constexpr(TURNS)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["rank"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rank", "rows"])  # type: ignore[untyped-decorator]
 def gather_ranks_kernel(
     x: tl.tensor, out: tl.tensor, peers: tl.tuple, places: tl.tensor, turns: tl.tensor, rank: tl.tensor,
     rows: tl.tensor,

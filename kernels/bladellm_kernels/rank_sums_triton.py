@@ -76,7 +76,7 @@ def write_stream(
         tl.store(out + place, packed(low * weight_low, high * weight_high, KIND), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rank", "rows"])  # type: ignore[untyped-decorator]
 def sum_ranks_kernel(
     y: tl.tensor, residual: tl.tensor, weight: tl.tensor, total: tl.tensor, out: tl.tensor, squares: tl.tensor,
     peers: tl.tuple, places: tl.tensor, turns: tl.tensor, rank: tl.tensor, rows: tl.tensor, eps: tl.tensor,

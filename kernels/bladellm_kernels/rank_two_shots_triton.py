@@ -49,7 +49,7 @@ def _wait_for_sum(
     return words[0]
 
 
-@triton.jit(do_not_specialize=["rank"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rank", "rows"])  # type: ignore[untyped-decorator]
 def sum_ranks_in_two_kernel(
     y: tl.tensor, residual: tl.tensor, weight: tl.tensor, total: tl.tensor, out: tl.tensor, squares: tl.tensor,
     part_peers: tl.tuple, parts: tl.tensor, sum_peers: tl.tuple, sums: tl.tensor, turns: tl.tensor, rank: tl.tensor,

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bladellm_kernels.all_reduce import AllReduce, all_reduce_reference
+from bladellm_kernels.rank_exchange import NoExchangeError, agree
 from bladellm_kernels.rms_norm import rms_norm_reference
 
 from tests.kernels.conditions import DTYPES, assert_close
@@ -33,6 +34,8 @@ def be_rank(rank: int, ranks: int, folder: str) -> None:
             parts = [torch.randn(seed + 1, HIDDEN).to(dtype) for _ in range(ranks)]
             residual, weight = torch.randn(seed + 1, HIDDEN).to(dtype), torch.randn(HIDDEN).to(dtype)
             check(group, parts, rank, residual, weight)
+    with pytest.raises(NoExchangeError, match="mine" if rank == 0 else "another rank"):
+        agree(dist.group.WORLD, None, "mine" if rank == 0 else "")
     dist.destroy_process_group()
 
 
