@@ -162,10 +162,10 @@ class AllReduce:
             parts = open_exchange(self._group, -(-two // self.size), words, 1, self._device)
             self._two = TwoShots(parts, open_exchange(self._group, two, words, 1, self._device, slots=1))
 
-    def _open_gathers(self, rows: int, row_bytes: int) -> Exchange:
+    def _open_gathers(self, rows: int, row_bytes: int) -> Exchange | None:
         words = _whole_words(row_bytes)
         rows = min(rows, GATHER_BYTES // (row_bytes * self.size))
-        return open_exchange(self._group, rows, words, gather_units(words), self._device)
+        return open_exchange(self._group, rows, words, gather_units(words), self._device) if rows else None
 
 
 def _whole_words(row_bytes: int) -> int:

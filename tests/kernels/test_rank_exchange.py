@@ -174,7 +174,7 @@ def test_ranks_in_processes_agree(tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_in_processes_agree_for_long(ranks, kind, tmp_path):
     pytest.importorskip("triton")
-    run_interpreted_ranks(ranks, kind, 40, tmp_path)
+    run_interpreted_ranks(ranks, kind, 25, tmp_path)
 
 
 def exchange_of(ranks: int, rows: int, words: int, units: int, slots: int | None = None) -> Exchange:
