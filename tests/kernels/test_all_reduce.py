@@ -1,0 +1,79 @@
+"""`AllReduce` by the collectives of a group: on CPUs, and what it refuses."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bladellm_kernels.all_reduce import AllReduce, all_reduce_reference
+from bladellm_kernels.rank_exchange import NoExchangeError, agree
+from bladellm_kernels.rms_norm import rms_norm_reference
+
+from tests.kernels.conditions import DTYPES, assert_close
+from tests.kernels.rank_processes import run_ranks
+
+HIDDEN = 70
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def be_rank(rank: int, ranks: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=rank, world_size=ranks)
+    for dtype in DTYPES:
+        group = AllReduce(dist.group.WORLD, rows=8, hidden=HIDDEN, dtype=dtype, gather_columns=5)
+        assert group.fast_rows == 0
+        for seed in range(3):
+            torch.manual_seed(seed)
+            parts = [torch.randn(seed + 1, HIDDEN).to(dtype) for _ in range(ranks)]
+            residual, weight = torch.randn(seed + 1, HIDDEN).to(dtype), torch.randn(HIDDEN).to(dtype)
+            check(group, parts, rank, residual, weight)
+    with pytest.raises(NoExchangeError, match="mine" if rank == 0 else "another rank"):
+        agree(dist.group.WORLD, None, "mine" if rank == 0 else "")
+    dist.destroy_process_group()
+
+
+def check(group: AllReduce, parts: list[torch.Tensor], rank: int, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    dtype, stream = residual.dtype, all_reduce_reference(parts) + residual.float()
+    reduced = parts[rank].clone()
+    assert group.all_reduce(reduced) is reduced
+    assert_close(reduced, all_reduce_reference(parts), dtype)
+    normed, total = group.add_norm(parts[rank].clone(), residual.clone(), weight, 1e-5)
+    assert_close(total, stream, dtype)
+    assert_close(normed, rms_norm_reference(total, weight, 1e-5), dtype)
+    total, norm = group.add_delayed_norm(parts[rank].clone(), residual.clone(), weight, 1e-5)
+    assert_close(total, stream, dtype)
+    assert_close(norm.normed(), rms_norm_reference(total, weight, 1e-5), dtype)
+    assert torch.equal(group.all_gather_last(parts[rank]), torch.cat(parts, 1))
+    assert torch.equal(group.all_gather_last(parts[rank][0]), torch.cat([part[0] for part in parts]))
+
+
+def test_ranks_on_cpus(tmp_path):
+    run_ranks("tests.kernels.test_all_reduce", "be_rank", 2, str(tmp_path))
+
+
+def test_it_says_why_there_is_no_exchange(alone, caplog):
+    with caplog.at_level(logging.INFO):
+        AllReduce(alone, rows=8, hidden=HIDDEN, dtype=torch.float32)
+        AllReduce(alone, rows=8, hidden=7, dtype=torch.bfloat16)
+    assert "between CUDA devices only" in caplog.messages[0]
+    assert "14 bytes" in caplog.messages[1]
+
+
+def test_wrong_arguments(alone):
+    group = AllReduce(alone, rows=8, hidden=HIDDEN, dtype=torch.float32)
+    y, residual, weight = torch.zeros(3, HIDDEN), torch.zeros(3, HIDDEN), torch.ones(HIDDEN)
+    with pytest.raises(ValueError, match="x must be contiguous"):
+        group.all_reduce(y.T)
+    with pytest.raises(ValueError, match="residual must be"):
+        group.add_norm(y, residual[:2], weight, 1e-5)
+    with pytest.raises(ValueError, match="residual must be contiguous"):
+        group.add_norm(y, torch.zeros(HIDDEN, 3).T, weight, 1e-5)
+    with pytest.raises(ValueError, match="weight must be"):
+        group.add_delayed_norm(y, residual, weight.bfloat16(), 1e-5)
