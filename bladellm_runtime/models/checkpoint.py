@@ -55,6 +55,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.files[key]}: {key} cannot be read: {error}") from error
         return tensor
 
+    def view(self, key: str) -> Any:
+        """One tensor to slice without reading the rest of it, as `safe_open` gives it."""
+        return self._handles[self.files[key]].get_slice(key)
+
     def locate(self, key: str) -> FileRange:
         """Where one tensor lies in its file."""
         if key not in self._ranges:
