@@ -1,7 +1,7 @@
 """What a checkpoint must tell before it can be cut: its layout, its shape, and how its layers are packed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import lcm
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from bladellm_runtime.distributed.cuts import INDICES, LinearCut, Packing, groups_of
 from bladellm_runtime.distributed.layouts import find_layout, read_shape
 from bladellm_runtime.distributed.plan import fitting_unit
-from bladellm_runtime.distributed.table import Model, find_prefix, quantized_modules, rule_of
+from bladellm_runtime.distributed.table import Model, Shapes, find_prefix, quantized_modules, rule_of
 from bladellm_runtime.fields import Fields
 from bladellm_runtime.models.checkpoint import Checkpoint
 from bladellm_runtime.quantization.format import CheckpointFormat
@@ -26,7 +26,9 @@ def describe(checkpoint: Checkpoint, config: Fields, degree: int) -> Model:
     head = f"{layout.head}."
     tied = config.boolean("tie_word_embeddings", default=False) or not any(key.startswith(head) for key in shapes)
     model = Model(layout, read_shape(layout, config), shapes, tied, {})
-    packings = _find_packings(checkpoint, config, model)
+    packings = find_packings(config, shapes, ())
+    scattered = [name for name, stored in packings.items() if _is_scattered(checkpoint, name, stored.scheme.group_size)]
+    packings = find_packings(config, shapes, scattered)
     shape = dataclasses.replace(model.shape, mlp_unit=_mlp_unit(model, packings, degree))
     return dataclasses.replace(model, shape=shape, packings=packings)
 
@@ -55,18 +57,18 @@ def unpack_share(
     return regrouped(form.unpack(packing.scheme, *shape, stored), groups)
 
 
-def _find_packings(checkpoint: Checkpoint, config: Fields, model: Model) -> dict[str, Packing]:
-    """How every quantized layer is stored."""
-    modules = quantized_modules(model.shapes)
+def find_packings(config: Fields, shapes: Shapes, scattered: Collection[str]) -> dict[str, Packing]:
+    """How every quantized layer is stored; `scattered` are those whose g_idx is not in order."""
+    modules = quantized_modules(shapes)
     if not modules or not config.has("quantization_config"):
         return {}
     form = read_quantization(config.nested("quantization_config"))
-    packings = {}
-    for module in modules:
-        scheme = form.scheme_of(module, checkpoint.files.keys())
-        if scheme is not None:
-            packings[module] = Packing(form.name, scheme, _is_scattered(checkpoint, module, scheme.group_size))
-    return packings
+    schemes = {module: form.scheme_of(module, shapes.keys()) for module in modules}
+    return {
+        module: Packing(form.name, scheme, module in scattered)
+        for module, scheme in schemes.items()
+        if scheme is not None
+    }
 
 
 def _is_scattered(checkpoint: Checkpoint, module: str, group_size: int | None) -> bool:

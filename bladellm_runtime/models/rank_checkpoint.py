@@ -17,17 +17,43 @@ from bladellm_runtime.models.ranges import FileRange
 
 
 class RankCheckpoint:
-    """The tensors of a rank. `files` gives the file of each key it has a share of; `cuts` the shares."""
+    """The tensors of a rank. `files` gives the file of each key it has a share of; `cuts` the shares.
 
-    def __init__(self, checkpoint: Checkpoint, model: Model, plan: ParallelPlan, stage: int, rank: int) -> None:
+    checkpoint: of the whole model, or of the rank's share of it where `is_share`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: Model,
+        plan: ParallelPlan,
+        stage: int,
+        rank: int,
+        *,
+        is_share: bool = False,
+    ) -> None:
         self._checkpoint = checkpoint
+        self._is_share = is_share
         self.model = model
         self.plan = plan
         self.stage = stage
         self.rank = rank
         self.cuts: dict[str, TensorCut] = rank_cuts(model, plan, stage, rank)
-        self.files: dict[str, Path] = {key: checkpoint.files[key] for key in self.cuts}
+        self.files: dict[str, Path] = {key: checkpoint.files[key] for key in self.cuts if key in checkpoint.files}
         self.index = checkpoint.index
+
+    def check_shares(self) -> None:
+        """Raise `CheckpointError` unless the checkpoint of a rank's share holds just that."""
+        again = "run blade_llm_split again"
+        where = self.index or next(iter(self._checkpoint.files.values()))
+        if missing := self.cuts.keys() - self._checkpoint.files.keys():
+            raise CheckpointError(f"{where}: {min(missing)} is missing; {again}")
+        if extra := self._checkpoint.files.keys() - self.cuts.keys():
+            raise CheckpointError(f"{self._checkpoint.files[min(extra)]}: {min(extra)} is not of this rank; {again}")
+        for key, file in self.files.items():
+            shape = tuple(self._checkpoint.view(key).get_shape())
+            if shape != self.shape(key):
+                raise CheckpointError(f"{file}: {key} has shape {list(shape)}, not {list(self.shape(key))}; {again}")
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a share."""
@@ -35,6 +61,8 @@ class RankCheckpoint:
 
     def read(self, key: str) -> torch.Tensor:
         """One share; reads no more of the file. Raises `CheckpointError`."""
+        if self._is_share:
+            return self._checkpoint.read(key)
         try:
             return read_share(self._checkpoint.view(key), self.cuts[key])
         except (SafetensorError, OSError) as error:
@@ -44,6 +72,8 @@ class RankCheckpoint:
         """Where a share lies in its file, piece after piece; None where it must be read, since it is not some rows of
         the tensor as they are."""
         cut, whole = self.cuts[key], self._checkpoint.locate(key)
+        if self._is_share:
+            return [whole]
         if cut.rewrite is not None or cut.rebase or cut.dim not in (None, 0):
             return None
         if cut.dim is None:
