@@ -18,7 +18,7 @@ PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 BASE = {"errors", "config", "request", "logs", "fields"}
-BELOW_ENGINE = {*BASE, "distributed", "wire", "scheduler", "models", "layers", "kv", "quantization", "kernels"}
+BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "quantization", "kernels", "distributed"}
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "text": {*BASE, "wire"},
     "kv": {*BASE, "kernels"},
     "quantization": BASE,
-    "distributed": BASE,
-    "layers": {*BASE, "distributed", "kv", "quantization", "kernels"},
-    "models": {*BASE, "distributed", "layers", "kv", "quantization", "kernels"},
+    "distributed": {*BASE, "quantization"},
+    "layers": {*BASE, "kv", "quantization", "kernels", "distributed"},
+    "models": {*BASE, "layers", "kv", "quantization", "kernels", "distributed"},
     "scheduler": {*BASE, "wire", "kv"},
     "engine": BELOW_ENGINE,
     "llm": {*BELOW_ENGINE, "engine", "text"},
