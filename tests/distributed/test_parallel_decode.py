@@ -1,4 +1,4 @@
-"""Decode steps of tensor-parallel ranks: fused layers, captured steps, quantized KV caches, single rows of a prefill."""
+"""Decode steps of tensor-parallel ranks: fused layers and captured steps."""
 
 from unittest import mock
 
