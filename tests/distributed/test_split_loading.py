@@ -89,16 +89,14 @@ def test_quantized_ranks_without_inner_channels_or_words(method, name, tmp_path)
     assert_as_unsplit(tiny, 6, tmp_path)
 
 
-@pytest.mark.parametrize("degree", range(1, 7))
-@pytest.mark.parametrize("stored", STORED)
-def test_plans_from_the_config_are_those_of_the_split(stored, degree, tmp_path):
-    config = plan(stored[0], SCHEMES[stored[1]], ())
-    Tiny(tmp_path, config, "llama", num_hidden_layers=1, intermediate_size=208)
-    spec = read_model_spec(tmp_path)
+@pytest.mark.parametrize(("method", "name"), STORED)
+def test_plans_from_the_config_are_those_of_the_split(method, name, tmp_path):
+    Tiny(tmp_path, plan(method, SCHEMES[name], ()), "llama", num_hidden_layers=1, intermediate_size=208)
+    spec, file = read_model_spec(tmp_path), tmp_path / "config.json"
     with open_checkpoint(tmp_path) as checkpoint:
-        values = json.loads((tmp_path / "config.json").read_text())
-        described = describe(checkpoint, Fields(tmp_path / "config.json", values), degree)
-    assert model_shape(spec, degree) == described.shape
+        config = Fields(file, json.loads(file.read_text()))
+        for degree in range(1, 7):
+            assert model_shape(spec, degree) == describe(checkpoint, config, degree).shape
 
 
 def assert_as_unsplit(tiny: Tiny, degree: int, tmp_path) -> None:
