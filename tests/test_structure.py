@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "kv": {*BASE, "kernels"},
     "quantization": BASE,
     "distributed": {*BASE, "quantization"},
-    "layers": {*BASE, "kv", "quantization", "kernels"},
+    "layers": {*BASE, "kv", "quantization", "kernels", "distributed"},
     "models": {*BASE, "layers", "kv", "quantization", "kernels", "distributed"},
     "scheduler": {*BASE, "wire", "kv"},
     "engine": BELOW_ENGINE,

@@ -5,7 +5,6 @@ from math import gcd
 
 import torch
 
-from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.quantization.weight import QuantizedWeight
 
 SMALLEST = 16
@@ -19,10 +18,11 @@ def regrouped(weight: QuantizedWeight, group_of: torch.Tensor) -> QuantizedWeigh
 
     weight: of an integer scheme with groups, its columns in the order of the inputs; its scales [N, G] may be of groups
     of any size. group_of: int64 [K], the group of every column. Groups are cut into the largest pieces that they all
-    are multiples of; where those would be small they are filled up with columns of zeros instead.
+    are multiples of; where those would be small they are filled up with columns of zeros instead, if there are codes
+    that stand for 0.
     """
     counts = torch.bincount(group_of, minlength=weight.scales.shape[1])
-    size = _piece(counts, weight.scheme.group_size or len(group_of))
+    size = _piece(counts, (weight.scheme.group_size or len(group_of)) if _zero_is_a_code(weight) else 1)
     pieces = (counts + size - 1) // size
     starts = (pieces.cumsum(0) - pieces) * size
     by_group = torch.argsort(group_of, stable=True)
@@ -43,11 +43,12 @@ def _piece(counts: torch.Tensor, group_size: int) -> int:
     return common if common >= min(SMALLEST, group_size) else min(FILLED, group_size)
 
 
+def _zero_is_a_code(weight: QuantizedWeight) -> bool:
+    """Whether every group has a code for 0: gptq knows zero points beyond the codes."""
+    return weight.zeros is None or not bool((weight.zeros > weight.scheme.levels - 1).any())
+
+
 def _zero_codes(weight: QuantizedWeight, zeros: torch.Tensor | None, scales: torch.Tensor, size: int) -> torch.Tensor:
-    """Codes, uint8 [N, pieces · size], that all stand for 0. Raises `CheckpointError` where there is no such code."""
+    """Codes, uint8 [N, pieces · size], that stand for 0 wherever a code does."""
     middle = torch.full_like(scales, weight.scheme.middle, dtype=torch.uint8) if zeros is None else zeros
-    if bool((middle > weight.scheme.levels - 1).any()):
-        raise CheckpointError(
-            f"qzeros has the zero point {weight.scheme.levels}, which no code is, in groups to be cut"
-        )
-    return middle.repeat_interleave(size, 1)
+    return middle.clamp(max=weight.scheme.levels - 1).repeat_interleave(size, 1)

@@ -15,7 +15,8 @@ class QuantizedWeight:
     codes: uint8 [N, K], or float8_e4m3fn [N, K] of an fp8 scheme. scales: floating point [N, G], of the type they are
     stored in. zeros: uint8 [N, G], None where the scheme is symmetric. order: int64 [K], None for the natural one;
     column k of `codes` multiplies input `order[k]` (GPTQ with a scrambled g_idx, its columns sorted by group). A layer
-    can have fewer than K inputs: columns that fill up a group are 0 and multiply an input that another one has too.
+    can have fewer than K inputs: columns that fill up a group are 0 and multiply an input that another one has too. Or
+    more: inputs without a column are always 0 (the padding of `cutting.take_inputs`).
     input_scale: the static scale of the input, None where it is dynamic or absent.
     """
 
