@@ -1,1 +1,1 @@
-"""Models over several processes: who holds what, what the ranks do together, and what rank 0 tells the others."""
+"""A model over several ranks: what each of them holds, and how they work together."""

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from bladellm_runtime.distributed.plan_messages import (
+from bladellm_runtime.ranks.messages import (
     Hello,
     Numbered,
     RankOrder,

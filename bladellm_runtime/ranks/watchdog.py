@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from bladellm_runtime.distributed.plan_messages import Hello, Pulse, RankFailed, RankReport
+from bladellm_runtime.ranks.messages import Hello, Pulse, RankFailed, RankReport
 
 PULSE_SECONDS = 0.5
 """The time between two pulses of a rank."""

@@ -1,0 +1,117 @@
+"""`Communicator`: what the ranks of a group do together, over gloo on CPUs and NCCL on GPUs.
+
+On GPUs the operations on tensors are only enqueued, on the current stream, and can be captured in CUDA graphs. All
+ranks of a group must call the same operations in the same order. A group of one rank needs no communicator at all.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from bladellm_runtime.errors import ConfigError
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
+LOOPBACK_INTERFACE = "lo"
+
+
+class Communicator(Protocol):
+    """Rank `rank` of a group of `size`, 2 or more."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace x, contiguous, by the sum of all ranks' x. Returns x; every rank gets the same bits."""
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., N] of one shape on all ranks -> [..., size · N], the ranks' parts side by side."""
+
+    def barrier(self) -> None:
+        """Return when all ranks are here; on the CPU, whatever their devices."""
+
+    def min_int(self, value: int) -> int:
+        """The least of the ranks' values; on the CPU, whatever their devices."""
+
+
+class GroupCommunicator:
+    """A `torch.distributed` group. `rank` counts within the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        _all_gather(parts.flatten(0, 1), x.contiguous(), self._group)  # gloo takes no dimension of ranks
+        return torch.cat(parts.unbind(), dim=-1)
+
+    def barrier(self) -> None:
+        self.min_int(0)
+
+    def min_int(self, value: int) -> int:
+        number = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
+        return int(number)
+
+
+def connect(address: str, rank: int, size: int, device: torch.device, timeout_s: float = 600.0) -> None:
+    """Meet the other ranks of the whole run at `address`; returns when all `size` are there.
+
+    address: `file:///path` of a file that is not there yet, in a folder that all ranks share, or `tcp://host:port`, at
+    which rank 0 listens on every interface of its host. timeout_s: how long an operation may wait for the others.
+    Raises `ConfigError` when they cannot be met.
+    """
+    if urlsplit(address).hostname in (None, *LOOPBACK):
+        # Their only setting for the interface to listen on; unset, it is that of the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    try:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            init_method=address,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason})") from error
+
+
+def make_communicator(groups: Sequence[Sequence[int]]) -> GroupCommunicator | None:
+    """This rank's communicator, None where its group has no other rank.
+
+    groups: ranks of the whole run, each in one group; all ranks give the same groups.
+    """
+    own = dist.get_rank()
+    found: GroupCommunicator | None = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if group is not None and own in ranks:
+            found = GroupCommunicator(group)
+    return found
+
+
+def disconnect() -> None:
+    """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# Newer versions of torch have the same under a new name, and warn of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
