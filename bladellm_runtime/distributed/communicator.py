@@ -4,6 +4,7 @@ On GPUs the operations on tensors are only enqueued, on the current stream, and 
 ranks of a group must call the same operations in the same order. A group of one rank needs no communicator at all.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,9 +16,15 @@ import torch.distributed as dist
 
 from bladellm_runtime.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
 LOOPBACK_INTERFACE = "lo"
+
+
+class MeetingError(ConfigError):
+    """The ranks of a run cannot meet."""
 
 
 class Communicator(Protocol):
@@ -73,12 +80,14 @@ def connect(address: str, rank: int, size: int, device: torch.device, timeout_s:
 
     address: `file:///path` of a file that is not there yet, in a folder that all ranks share, or `tcp://host:port`, at
     which rank 0 listens on every interface of its host. timeout_s: how long an operation may wait for the others.
-    Raises `ConfigError` when they cannot be met.
+    Raises `MeetingError` when they cannot be met.
     """
     if urlsplit(address).hostname in (None, *LOOPBACK):
         # Their only setting for the interface to listen on; unset, it is that of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    # Ranks are watched elsewhere; NCCL's own watchdog would end the process before it could say why.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         dist.init_process_group(
             BACKENDS[device.type],
@@ -90,7 +99,7 @@ def connect(address: str, rank: int, size: int, device: torch.device, timeout_s:
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason})") from error
+        raise MeetingError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason})") from error
 
 
 def make_communicator(groups: Sequence[Sequence[int]]) -> GroupCommunicator | None:
@@ -111,6 +120,15 @@ def disconnect() -> None:
     """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Make what this rank waits for of the others fail; from another thread than the one that waits."""
+    if dist.is_initialized():
+        try:
+            dist.distributed_c10d._abort_process_group()
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # gloo notices by itself that others are gone
+            logger.debug("the group could not be aborted: %s", error)
 
 
 # Newer versions of torch have the same under a new name, and warn of the old one.

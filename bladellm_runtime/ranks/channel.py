@@ -18,7 +18,6 @@ import zmq
 from zmq.utils import z85
 
 from bladellm_runtime.ranks.messages import (
-    Hello,
     Numbered,
     RankOrder,
     RankReport,
@@ -30,7 +29,7 @@ from bladellm_runtime.ranks.messages import (
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 256
-"""Orders that may wait on one side of the wire. A rank is two steps behind rank 0 at most, where they compute together."""
+"""Orders that may wait on one side of the wire; ranks that compute together are two steps apart at most."""
 SEND_PATIENCE = 8.0
 """Seconds to wait for a full wire to drain."""
 RETRY_SECONDS = 0.001
@@ -162,14 +161,13 @@ class PlanSender:
 class PlanReceiver:
     """A rank's end, for the thread that runs steps."""
 
-    def __init__(self, address: str, hello: Hello, secret: Secret | None = None) -> None:
+    def __init__(self, address: str, rank: int, secret: Secret | None = None) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = connect(self._context, address, _name(hello.rank), secret)
+        self._socket = connect(self._context, address, _name(rank), secret)
         self._next = 0
-        self._socket.send(encode(hello))
 
     def receive(self, timeout: float | None) -> RankOrder | None:
-        """The next order; None when there is none within `timeout` seconds. Raises `ChannelBroken` when one was lost."""
+        """The next order, None when none comes within `timeout` seconds. Raises `ChannelBroken` when one was lost."""
         if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
             return None
         message = decode_order(self._socket.recv())

@@ -151,11 +151,10 @@ def step_message(plan: StepPlan) -> RunStep:
 
 def read_step(message: RunStep) -> StepPlan:
     """The plan of `step_message`."""
-    views, moves, ahead = map(_operations, (message.views, message.moves, message.ahead))
     return StepPlan(
         message.step,
         message.loads,
-        MemoryPlan(views, moves, ahead),
+        MemoryPlan(*(_operations(messages) for messages in (message.views, message.moves, message.ahead))),
         message.slots,
         message.generations,
         message.starts,

@@ -15,9 +15,10 @@ STARTING_SECONDS = 180.0
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of a rank. heard: when it last reported; begun, done: of its last pulse; moved: when these last
-    changed or there was nothing to do."""
+    """What is known of a rank. greeted: whether it has said hello; heard: when it last reported; begun, done: of its
+    last pulse; moved: when these last changed or there was nothing to do."""
 
+    greeted: bool = False
     heard: float | None = None
     begun: int = 0
     done: int = 0
@@ -40,8 +41,8 @@ class Watchdog:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not reported yet."""
-        return [rank for rank, state in self._states.items() if state.heard is None]
+        """Ranks that have not said hello yet."""
+        return [rank for rank, state in self._states.items() if not state.greeted]
 
     def hear(self, report: RankReport, now: float) -> None:
         """Take a report; those of unknown ranks are ignored."""
@@ -56,15 +57,17 @@ class Watchdog:
                 if (begun, done) != (state.begun, state.done):
                     state.begun, state.done, state.moved = begun, done, now
             case Hello():
-                state.moved = now
+                state.greeted, state.moved = True, now
 
     def trouble(self, exits: Mapping[int, int]) -> bool:
         """Whether a rank has said that it ends, or has. exits: exit codes by rank."""
         return bool(exits) or any(state.failed for state in self._states.values())
 
     def verdict(self, now: float, sent: int, done: int, exits: Mapping[int, int]) -> str | None:
-        """What is wrong, or None; sent, done: orders that rank 0 has sent and finished. A rank's own reason comes before
-        those of others that only miss it."""
+        """What is wrong, or None. sent, done: orders that rank 0 has sent and finished.
+
+        A rank's own reason comes before those of others that only miss it.
+        """
         failed = {rank: state.failed for rank, state in self._states.items() if state.failed is not None}
         own = [report for report in failed.values() if report.own]
         for rank, code in exits.items():
