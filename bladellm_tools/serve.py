@@ -3,6 +3,7 @@
 import shlex
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 
@@ -12,6 +13,7 @@ from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.hub import resolve_model
+from bladellm_runtime.ranks.node import run_node
 from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.messages import EngineReady
@@ -19,7 +21,7 @@ from bladellm_tools.console import BOLD, gib, styled, table
 
 
 def run(args: ServingArgs) -> int:
-    """Serve until told to stop. Returns the exit code."""
+    """Serve until told to stop; on other hosts than the first run its ranks. Returns the exit code."""
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
     log_to_stderr(args.log_level, "server")
@@ -27,6 +29,8 @@ def run(args: ServingArgs) -> int:
     folder = resolve_model(args.model)
     # Looked for here, so that a folder that is no model's is called that, whoever would read which file first.
     file_in(folder, "config.json")
+    if args.node_rank:
+        return run_node(replace(args, model=str(folder)), folder)
 
     def on_ready(url: str, client: EngineClient) -> None:
         print("\n".join(banner(args, url, client.ready, time.monotonic() - started)), flush=True)

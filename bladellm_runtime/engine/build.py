@@ -19,6 +19,7 @@ from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.rank_place import RankPlace
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
+from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.factory import arena_kind
@@ -55,6 +56,8 @@ def build_engine(args: EngineArgs, capture: Capture | None = None, home: Home | 
     capture: how decode steps are captured; by default as CUDA graphs, and not at all on a CPU. home: what this process
     has for the other ranks.
     """
+    if args.node_rank:
+        raise ConfigError(f"--node_rank {args.node_rank} has ranks only, and no engine; start it with blade_llm serve")
     record = StartRecord()
     with record.times.phase("find model"):
         folder = resolve_model(args.model)
