@@ -8,12 +8,14 @@ import torch
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.widen import widen
 
+from bladellm_runtime.distributed.communicator import Communicator
 from bladellm_runtime.layers.attention import Attention, AttentionShape
 from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.mlp import GatedMlp
 from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.parallel import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from bladellm_runtime.layers.residual import FusedStream, NormedStream, Stream
 from bladellm_runtime.layers.rotary import RotaryEmbedding
 from bladellm_runtime.models.config import ModelSpec
@@ -41,9 +43,12 @@ class Weights:
 class DecoderLayer:
     """Attention and MLP, each behind a norm, around the residual stream."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, layer: int, communicator: Communicator | None) -> None:
         def linear(name: str) -> LinearLayer:
             return weights.linears[f"layers.{layer}.{name}"]
+
+        def row_parallel(name: str) -> LinearLayer:
+            return linear(name) if communicator is None else RowParallelLinear(linear(name), communicator)
 
         def norm(name: str) -> RmsNorm:
             return RmsNorm(weights.tensors[f"layers.{layer}.{name}.weight"], spec.rms_norm_eps)
@@ -51,9 +56,9 @@ class DecoderLayer:
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer])
         head_norms = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
         self.input_norm = norm("input_norm")
-        self.attention = Attention(layer, shape, linear("qkv"), linear("output"), *head_norms)
+        self.attention = Attention(layer, shape, linear("qkv"), row_parallel("output"), *head_norms)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = GatedMlp(linear("gate_up"), linear("down"))
+        self.mlp = GatedMlp(linear("gate_up"), row_parallel("down"))
 
     def __call__(
         self, stream: Stream, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor, next_norm: RmsNorm
@@ -82,14 +87,21 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A loaded model: stateless, all it writes to is the KV arena of the batch it is given."""
+    """A loaded model: stateless, all it writes to is the KV arena of the batch it is given.
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+    With a communicator it is one rank's part of a model: spec and weights are the rank's, all ranks must be given the
+    same batches, and each gets the same results.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights, communicator: Communicator | None = None) -> None:
         self.spec = spec
         self.embedding = Embedding(weights.tensors["embedding.weight"])
-        self.layers = [DecoderLayer(spec, weights, layer) for layer in range(spec.layers)]
+        self.layers = [DecoderLayer(spec, weights, layer, communicator) for layer in range(spec.layers)]
         self.norm = RmsNorm(weights.tensors["norm.weight"], spec.rms_norm_eps)
         self.head = weights.linears.get("head") or Linear(self.embedding.weight)
+        if communicator is not None:
+            self.embedding = VocabParallelEmbedding(self.embedding.weight, communicator)
+            self.head = VocabParallelHead(self.head, communicator, spec.vocab_size)
         self.device = self.embedding.weight.device
         self.dtype = self.embedding.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)

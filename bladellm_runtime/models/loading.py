@@ -1,5 +1,6 @@
 """From a model folder to a decoder: safetensors streamed into fused parameters, or random weights."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder
+from bladellm_runtime.models.parallel import TensorParallel, rank_spec, rank_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.sources import CheckpointSource, DummySource, Source
 from bladellm_runtime.models.stream import TensorStream
@@ -28,46 +30,56 @@ def load_model(
     dtype: torch.dtype,
     load_format: Literal["auto", "dummy"],
     seed: int,
+    parallel: TensorParallel | None = None,
 ) -> Decoder:
     """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
+    `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same.
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
-    table = weight_table(spec)
+    whole = weight_table(spec)
+    table = whole if parallel is None else rank_table(spec, parallel.plan, parallel.communicator.rank)
+    model = _Model(folder, spec, table, device, dtype, parallel)
     if load_format == "dummy":
         config = folder / "config.json"
-        schemes = find_schemes(spec, table, (), config)
-        expected_tensors(spec, table, schemes, config)
+        schemes = find_schemes(spec, whole, (), config)
+        expected_tensors(spec, whole, schemes, config)
         scale_dtype = dtype if spec.quantization is None else spec.quantization.scale_dtype(spec.dtype)
-        return _build(folder, spec, table, schemes, DummySource(table, seed, scale_dtype), device, dtype)
+        return model.build(DummySource(whole, seed, scale_dtype), schemes)
     with open_checkpoint(folder) as checkpoint:
-        schemes = checkpoint.check(table, spec)
+        schemes = checkpoint.check(whole, spec)
         if device.type == "cpu":
-            source = CheckpointSource(checkpoint, spec.quantization)
-            return _build(folder, spec, table, schemes, source, device, dtype)
+            return model.build(CheckpointSource(checkpoint, spec.quantization), schemes)
         with TensorStream(device) as stream:
-            source = StreamedSource(checkpoint, spec.quantization, stream, table, schemes)
-            return _build(folder, spec, table, schemes, source, device, dtype)
+            return model.build(StreamedSource(checkpoint, spec.quantization, stream, table, schemes), schemes)
 
 
-def _build(
-    folder: Path,
-    spec: ModelSpec,
-    table: WeightTable,
-    schemes: Schemes,
-    source: Source,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Decoder:
-    loading = loading_bytes(table, schemes) + (AHEAD_BYTES if schemes and device.type == "cuda" else 0)
-    _check_memory(folder, weight_bytes(table, schemes, dtype, device) + loading, device, dtype)
-    weights = WeightBuilder(source, schemes, device, dtype).build(table)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
-    return Decoder(spec, weights)
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is to be loaded: the `table` of this rank, to `device` and of `dtype`. `spec`: of the whole model."""
+
+    folder: Path
+    spec: ModelSpec
+    table: WeightTable
+    device: torch.device
+    dtype: torch.dtype
+    parallel: TensorParallel | None
+
+    def build(self, source: Source, schemes: Schemes) -> Decoder:
+        """The decoder of what the source gives. Raises `CheckpointError` where it cannot fit."""
+        device, dtype = self.device, self.dtype
+        loading = loading_bytes(self.table, schemes, dtype) + (AHEAD_BYTES if schemes and device.type == "cuda" else 0)
+        _check_memory(self.folder, weight_bytes(self.table, schemes, dtype, device) + loading, device, dtype)
+        weights = WeightBuilder(source, schemes, device, dtype).build(self.table)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
+        if self.parallel is None:
+            return Decoder(self.spec, weights)
+        communicator = self.parallel.communicator
+        return Decoder(rank_spec(self.spec, self.parallel.plan, communicator.rank), weights, communicator)
 
 
 def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -67,14 +67,13 @@ def weight_bytes(table: WeightTable, schemes: Schemes, dtype: torch.dtype, devic
     return sum(_part_bytes(part, schemes, dtype, device) for parts in table.values() for part in parts)
 
 
-def loading_bytes(table: WeightTable, schemes: Schemes) -> int:
-    """What loading takes for a moment beside the parameters: the largest fused layer, unpacked and then stacked."""
-    sizes = (
-        sum(prod(part.shape) for part in parts if part.module in schemes)
-        for parts in table.values()
-        if parts[0].module is not None
-    )
-    return 2 * max(sizes, default=0)
+def loading_bytes(table: WeightTable, schemes: Schemes, dtype: torch.dtype) -> int:
+    """What loading takes for a moment beside the parameters: the largest quantized layer, unpacked and then stacked, or
+    the largest plain one of which a part is held, whole."""
+    layers = [parts for parts in table.values() if parts[0].module is not None]
+    unpacked = (sum(prod(part.shape) for part in parts if part.module in schemes) for parts in layers)
+    cut = (sum(prod(part.shape) for part in parts if part.is_cut) for parts in table.values())
+    return max(2 * max(unpacked, default=0), dtype.itemsize * max(cut, default=0))
 
 
 def _stored(quantization: CheckpointFormat, scheme: Scheme, part: Part, file: Path) -> dict[str, Expected]:
@@ -93,8 +92,8 @@ def _stored(quantization: CheckpointFormat, scheme: Scheme, part: Part, file: Pa
 def _part_bytes(part: Part, schemes: Schemes, dtype: torch.dtype, device: torch.device) -> int:
     scheme = schemes.get(part.module) if part.module is not None else None
     if scheme is None:
-        return prod(part.shape) * dtype.itemsize
-    rows, columns = part.shape
+        return prod(part.held) * dtype.itemsize
+    rows, columns = part.held
     return packed_bytes(scheme, rows, columns, dtype, device)
 
 

@@ -6,7 +6,7 @@ data_offsets), then the data those offsets count in. Source: https://github.com/
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,11 @@ class FileRange:
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def rows(self, start: int, count: int) -> "FileRange":
+        """`count` rows of the tensor from row `start` on."""
+        row = self.size // self.shape[0]
+        return replace(self, start=self.start + start * row, size=count * row, shape=(count, *self.shape[1:]))
 
 
 def read_ranges(path: Path) -> dict[str, FileRange]:

@@ -8,6 +8,7 @@ import torch
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.checkpoint import Checkpoint
 from bladellm_runtime.models.weights import Part, WeightTable
+from bladellm_runtime.quantization.cutting import take_inputs, take_outputs
 from bladellm_runtime.quantization.format import CheckpointFormat
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_runtime.quantization.weight import QuantizedWeight
@@ -40,8 +41,8 @@ class CheckpointSource:
 
     def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
         """Copy each tensor to its rows, cast on the way."""
-        for rows, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
-            rows.copy_(self._checkpoint.read(part.key))
+        for rows, part in zip(parameter.split([part.held[0] for part in parts]), parts, strict=True):
+            part.take(self._checkpoint.read(part.key), rows)
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -51,7 +52,7 @@ class CheckpointSource:
         rows, columns = part.shape
         tensors = self._stored(part, scheme, device)
         try:
-            return self._format.unpack(scheme, rows, columns, tensors)
+            return held_weight(self._format.unpack(scheme, rows, columns, tensors), part)
         except CheckpointError as error:
             file = self._checkpoint.files[f"{part.module}.{next(iter(tensors))}"]
             raise CheckpointError(f"{file}: {part.module}.{error}") from error
@@ -79,7 +80,18 @@ class DummySource:
         self._scale_dtype = scale_dtype
 
     def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
-        key = parts[0].key
+        """What is cut is drawn whole, so that ranks hold parts of the model that one rank has."""
+        if not any(part.is_cut for part in parts):
+            self._draw(parameter, parts[0].key)
+            return
+        rows = [part.shape[0] for part in parts]
+        whole = torch.empty(sum(rows), *parts[0].shape[1:], dtype=parameter.dtype, device=parameter.device)
+        self._draw(whole, parts[0].key)
+        targets = parameter.split([part.held[0] for part in parts])
+        for part, source, target in zip(parts, whole.split(rows), targets, strict=True):
+            part.take(source, target)
+
+    def _draw(self, parameter: torch.Tensor, key: str) -> None:
         if key.endswith("norm.weight"):
             parameter.fill_(1.0)
         elif key.endswith(".bias"):
@@ -100,7 +112,7 @@ class DummySource:
         zeros = None if scheme.symmetric else torch.full(shape, scheme.middle, dtype=torch.uint8, device=device)
         largest = 448.0 if scheme.kind == "fp8" else 127.0
         input_scale = INPUT_RANGE / largest if scheme.activations == "static" else None
-        return QuantizedWeight(scheme, codes, scales, zeros, None, input_scale)
+        return held_weight(QuantizedWeight(scheme, codes, scales, zeros, None, input_scale), part)
 
     def _generator(self, key: str, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed((self._seed + self._numbers[key]) % 2**63)
@@ -111,6 +123,14 @@ def stored_keys(quantization: CheckpointFormat, part: Part, scheme: Scheme) -> d
     rows, columns = part.shape
     stored = quantization.tensors(scheme, rows, columns)
     return {tensor.suffix: f"{part.module}.{tensor.suffix}" for tensor in stored}
+
+
+def held_weight(weight: QuantizedWeight, part: Part) -> QuantizedWeight:
+    """What is held of a quantized linear layer."""
+    device = weight.codes.device
+    if part.rows is not None:
+        weight = take_outputs(weight, part.rows.index(device))
+    return weight if part.columns is None else take_inputs(weight, part.columns.index(device))
 
 
 def random_codes(scheme: Scheme, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, float]:

@@ -8,6 +8,7 @@ import torch
 
 from bladellm_runtime.models.checkpoint import Checkpoint
 from bladellm_runtime.models.quantized import Schemes
+from bladellm_runtime.models.ranges import FileRange
 from bladellm_runtime.models.sources import CheckpointSource, stored_keys
 from bladellm_runtime.models.stream import TensorStream
 from bladellm_runtime.models.weights import Part, WeightTable
@@ -39,9 +40,30 @@ class StreamedSource(CheckpointSource):
         self._ahead = 0
 
     def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Start to copy each tensor to its rows, cast on the way; they are there after `finish`."""
-        for rows, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
-            self._pieces += self._stream.fill(rows, self._checkpoint.locate(part.key))
+        """Start to copy what is held of each tensor to its rows, cast on the way; it is there after `finish`."""
+        for rows, part in zip(parameter.split([part.held[0] for part in parts]), parts, strict=True):
+            source = self._checkpoint.locate(part.key)
+            if part.columns is not None:
+                self._fill_columns(rows, part, source)
+            else:
+                self._fill_rows(rows, part, source)
+
+    def _fill_rows(self, target: torch.Tensor, part: Part, source: FileRange) -> None:
+        """Runs of rows lie one behind the other in the file: nothing else is read."""
+        if part.rows is None:
+            self._pieces += self._stream.fill(target, source)
+            return
+        for run, rows in zip(part.rows.runs, target.split([run.count for run in part.rows.runs]), strict=True):
+            if run.start is None:
+                rows.zero_()
+            else:
+                self._pieces += self._stream.fill(rows, source.rows(run.start, run.count))
+
+    def _fill_columns(self, target: torch.Tensor, part: Part, source: FileRange) -> None:
+        """Columns come from all over the file: the whole tensor is on the device for a moment."""
+        whole = torch.empty(source.shape, dtype=source.dtype, device=target.device)
+        self._stream.wait(self._stream.fill(whole, source))
+        part.take(whole, target)
 
     def finish(self) -> None:
         self._stream.wait(self._pieces)

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.cut import Cut
 
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 """Tensors older checkpoints carry although they follow from the config."""
@@ -14,12 +17,34 @@ class Part:
     """A checkpoint tensor: its key, the shape config.json gives it, and the fields that shape comes from.
 
     `module`: the linear layer, by its name in the checkpoint, whose weight [out, in] this is; None for other tensors.
+    `rows` and `columns`: what a tensor-parallel rank holds of its dimensions; None for all.
     """
 
     key: str
     shape: tuple[int, ...]
     fields: str
     module: str | None = None
+    rows: Cut | None = None
+    columns: Cut | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        return self.rows is not None or self.columns is not None
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of what is held of it."""
+        rows = self.shape[0] if self.rows is None else self.rows.size
+        return (rows, *self.shape[1:]) if self.columns is None else (rows, self.columns.size)
+
+    def take(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what is held of the tensor to `target`, cast on the way. At most one dimension is cut."""
+        if self.columns is not None:
+            self.columns.copy(source, target, 1)
+        elif self.rows is not None:
+            self.rows.copy(source, target, 0)
+        else:
+            target.copy_(source)
 
 
 WeightTable = dict[str, tuple[Part, ...]]
@@ -46,7 +71,7 @@ def is_harmless(key: str, spec: ModelSpec) -> bool:
 
 def parameter_shape(parts: Sequence[Part]) -> tuple[int, ...]:
     """The shape of a fused parameter."""
-    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return (sum(part.held[0] for part in parts), *parts[0].held[1:])
 
 
 def _embedding(key: str, spec: ModelSpec, module: str | None = None) -> Part:

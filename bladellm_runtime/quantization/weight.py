@@ -14,7 +14,8 @@ class QuantizedWeight:
 
     codes: uint8 [N, K], or float8_e4m3fn [N, K] of an fp8 scheme. scales: floating point [N, G], of the type they are
     stored in. zeros: uint8 [N, G], None where the scheme is symmetric. order: int64 [K], None for the natural one;
-    column k of `codes` multiplies input `order[k]` (GPTQ with a scrambled g_idx, its columns sorted by group).
+    column k of `codes` multiplies input `order[k]` (GPTQ with a scrambled g_idx, its columns sorted by group). A part
+    of a weight (`cutting.take_inputs`) may have columns of zeros, of any input, and none for inputs that are always 0.
     input_scale: the static scale of the input, None where it is dynamic or absent.
     """
 

@@ -1,0 +1,66 @@
+"""Layers of a tensor-parallel rank: what each computes is joined with the other ranks' parts.
+
+Column-parallel layers (qkv, gate and up) need nothing: their outputs stay on the rank, for a row-parallel one.
+"""
+
+import torch
+from bladellm_kernels.delayed_norm import DelayedNorm
+from bladellm_kernels.embedding import embedding
+
+from bladellm_runtime.distributed.communicator import Communicator
+from bladellm_runtime.layers.embedding import Embedding
+from bladellm_runtime.layers.linear import LinearLayer
+
+
+class RowParallelLinear(LinearLayer):
+    """The sum over the ranks of a layer that has the rank's inputs; a bias is one rank's alone."""
+
+    def __init__(self, layer: LinearLayer, communicator: Communicator) -> None:
+        self.layer = layer
+        self.bytes = layer.bytes
+        self._communicator = communicator
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._communicator.all_reduce(self.layer(x, out))
+
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        # The sum comes between this layer and the norm behind it either way: the others decide.
+        return True
+
+
+class VocabParallelEmbedding(Embedding):
+    """An embedding of which each rank has as many rows, one after the other; weight [rows, hidden]."""
+
+    def __init__(self, weight: torch.Tensor, communicator: Communicator) -> None:
+        super().__init__(weight)
+        self._communicator = communicator
+        self._first = communicator.rank * len(weight)
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        own = input_ids - self._first
+        others = (own < 0) | (own >= len(self.weight))
+        rows = embedding(own.masked_fill(others, 0), self.weight)
+        return self._communicator.all_reduce(rows.masked_fill_(others.unsqueeze(1), 0))
+
+
+class VocabParallelHead(LinearLayer):
+    """A head whose layer gives the logits of the rank's rows of the vocabulary; returns those of all, [T, vocab]."""
+
+    def __init__(self, layer: LinearLayer, communicator: Communicator, vocab_size: int) -> None:
+        self.layer = layer
+        self.bytes = layer.bytes
+        self._communicator = communicator
+        self._vocab_size = vocab_size
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._join(self.layer(x), out)
+
+    def fuses(self, rows: int, gated: bool = False) -> bool:
+        return self.layer.fuses(rows, gated)
+
+    def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._join(self.layer.normed(norm), out)
+
+    def _join(self, part: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        logits = self._communicator.all_gather_last(part)[:, : self._vocab_size]
+        return logits if out is None else out.copy_(logits)

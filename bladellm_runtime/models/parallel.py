@@ -1,0 +1,100 @@
+"""A tensor-parallel rank's model: its spec, and what it holds of every tensor.
+
+All ranks have as many KV heads, and as many query heads to each of them, as the largest one. Where a rank has
+fewer, its rows of the q, k and v projections and its columns of the o projection are filled up with zeros.
+"""
+
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+
+from bladellm_runtime.distributed.communicator import Communicator
+from bladellm_runtime.distributed.plan import ModelShape, ParallelPlan, RankCut, fitting_unit
+from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.cut import Cut, make_cut
+from bladellm_runtime.models.quantized import find_schemes
+from bladellm_runtime.models.weights import WeightTable, weight_table
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The plan of a whole model, and the ranks that hold the same layers."""
+
+    plan: ParallelPlan
+    communicator: Communicator
+
+
+def model_shape(spec: ModelSpec, degree: int) -> ModelShape:
+    """What the plan of a model for a tensor-parallel degree depends on."""
+    schemes = find_schemes(spec, weight_table(spec), (), Path("config.json"))
+    down = [scheme for module, scheme in schemes.items() if module.endswith("mlp.down_proj")]
+    group = lcm(*(scheme.group_size or 1 for scheme in down))
+    packing = lcm(*(32 // scheme.bits for scheme in down if scheme.kind == "int"))
+    return ModelShape(
+        layers=spec.layers,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+        mlp_unit=fitting_unit(spec.intermediate_size, degree, group, packing),
+    )
+
+
+def rank_spec(spec: ModelSpec, plan: ParallelPlan, rank: int) -> ModelSpec:
+    """What a rank runs: the padded number of heads, its part of the MLP; the vocabulary is the whole model's."""
+    return replace(
+        spec,
+        heads=plan.kv_heads * plan.group,
+        kv_heads=plan.kv_heads,
+        intermediate_size=_mlp_cut(plan, plan.ranks[rank]).size,
+    )
+
+
+def rank_table(spec: ModelSpec, plan: ParallelPlan, rank: int) -> WeightTable:
+    """The table of the whole model with what a rank holds of each tensor.
+
+    Biases of row-parallel layers, which are added once, are the first rank's alone.
+    """
+    cut = plan.ranks[rank]
+    queries, keys = _query_cut(plan, cut, spec.head_dim), _key_cut(plan, cut, spec.head_dim)
+    mlp, vocab = _mlp_cut(plan, cut), make_cut(cut.vocab, plan.vocab_rows - len(cut.vocab))
+    rows = {
+        "qkv": (queries, keys, keys),
+        "gate_up": (mlp, mlp),
+        "embedding": (vocab,),
+        "head": (vocab,),
+    }
+    columns = {"output": queries, "down": mlp}
+    table: WeightTable = {}
+    for name, parts in weight_table(spec).items():
+        module, kind = name.split(".")[-2:]
+        if module in rows:
+            table[name] = tuple(replace(part, rows=own) for part, own in zip(parts, rows[module], strict=True))
+        elif module in columns and kind == "weight":
+            table[name] = tuple(replace(part, columns=columns[module]) for part in parts)
+        elif module not in columns or rank == 0:
+            table[name] = parts
+    return table
+
+
+def _query_cut(plan: ParallelPlan, cut: RankCut, head_dim: int) -> Cut:
+    """Of the query heads, each counted in numbers: those of a KV head, filled up, then those of the next."""
+    parts: list[range | int] = []
+    for group in cut.heads:
+        parts += [_scaled(group.queries, head_dim), (plan.group - len(group.queries)) * head_dim]
+    return make_cut(*parts, (plan.kv_heads - len(cut.heads)) * plan.group * head_dim)
+
+
+def _key_cut(plan: ParallelPlan, cut: RankCut, head_dim: int) -> Cut:
+    return make_cut(_scaled(cut.kv_heads, head_dim), (plan.kv_heads - len(cut.heads)) * head_dim)
+
+
+def _mlp_cut(plan: ParallelPlan, cut: RankCut) -> Cut:
+    """A rank without any inner channel has some that are 0: kernels know no layer without outputs."""
+    return make_cut(cut.mlp) if cut.mlp else make_cut(min(len(rank.mlp) for rank in plan.ranks if rank.mlp))
+
+
+def _scaled(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
