@@ -16,7 +16,7 @@ from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
-from bladellm_runtime.engine.rank_place import RankPlace
+from bladellm_runtime.engine.rank_place import RankPlace, make_plan
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
@@ -70,7 +70,8 @@ def build_engine(args: EngineArgs, capture: Capture | None = None, home: Home | 
 def build_group(
     args: EngineArgs, folder: Path, spec: ModelSpec, record: StartRecord, capture: Capture | None, home: Home
 ) -> Engine:
-    """Start the other ranks, and be rank 0. Raises `UserError`."""
+    """Start the other ranks, and be rank 0. Raises `UserError`, before any is started where that can be."""
+    make_plan(args, spec)
     ranks = Ranks(args, home)
     try:
         with ranks.guarded():

@@ -81,23 +81,26 @@ class BuiltRunner:
 
 
 def build_runner(
-    args: EngineArgs, folder: Path, spec: ModelSpec, place: RankPlace, record: StartRecord, capture: Capture | None
+    args: EngineArgs, folder: Path, whole: ModelSpec, place: RankPlace, record: StartRecord, capture: Capture | None
 ) -> BuiltRunner:
     """Load the model and make a runner of it. All ranks do the same in the same order, and some of it together.
 
-    Raises `UserError` for anything the user can mend. capture: as in `build_engine`.
+    Raises `UserError` for anything the user can mend. whole: the model's spec, of which a rank may hold a part.
+    capture: as in `build_engine`.
     """
     times, table = record.times, record.table
     with times.phase("open device"):
         device, args = open_device(args, place)
-        dtype = pick_dtype(args.dtype, spec.dtype, device)
-        max_model_len = model_length(args.max_model_len, spec.max_position_embeddings)
+        dtype = pick_dtype(args.dtype, whole.dtype, device)
+        max_model_len = model_length(args.max_model_len, whole.max_position_embeddings)
+        ranks = place.join(args, device)
+        parallel, spec = place.share(args, whole, ranks)
         shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
         rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
         compiling = start_compiling(args, folder, device, place)
-        ranks = place.join(args, device)
     with times.phase("load weights"):
-        model = load_model(folder, spec, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed)
+        how, seed = args.load_format, args.dummy_seed
+        model = load_model(folder, whole, device=device, dtype=dtype, load_format=how, seed=seed, parallel=parallel)
     table.add("weights", model.weight_bytes)
     with times.phase("compile kernels"):
         compiling.wait()

@@ -6,6 +6,14 @@ import torch
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.communicator import GroupCommunicator, connect, disconnect, make_communicator
+from bladellm_runtime.distributed.plan import ParallelPlan, shard
+from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.parallel import TensorParallel, model_shape, rank_spec
+
+
+def make_plan(args: EngineArgs, spec: ModelSpec) -> ParallelPlan:
+    """Who holds what of a model. Raises `ConfigError` for degrees that it cannot have."""
+    return shard(model_shape(spec, args.tensor_parallel_size), args.tensor_parallel_size, args.pipeline_parallel_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,15 @@ class RankPlace:
             return None
         connect(self.meeting, self.rank, args.world_size, device)
         return make_communicator([range(args.world_size)])
+
+    def share(
+        self, args: EngineArgs, spec: ModelSpec, ranks: GroupCommunicator | None
+    ) -> tuple[TensorParallel | None, ModelSpec]:
+        """What this rank holds of a model and how it works with the others, and the spec of its part."""
+        if ranks is None:
+            return None, spec
+        plan = make_plan(args, spec)
+        return TensorParallel(plan, ranks), rank_spec(spec, plan, ranks.rank)
 
     def leave(self) -> None:
         """Leave the others, who are not to be asked for anything any more."""
