@@ -33,6 +33,7 @@ class Follower:
         while True:
             order = self._port.receive(POLL_SECONDS if self._steps else None)
             if order is not None:
+                self._pulses.on_device = False
                 self._pulses.begun += 1
                 if isinstance(order, CloseRank):
                     break
@@ -40,6 +41,7 @@ class Follower:
             elif self._runner.finished(self._steps[0]):
                 self._collect()
             self._pulses.done = self._pulses.begun - len(self._steps)
+            self._pulses.on_device = self._runner.on_gpu and bool(self._steps)
         self._collect_all()
         self._runner.close()
 

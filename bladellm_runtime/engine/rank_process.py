@@ -81,6 +81,7 @@ def connect_ends(launch: RankLaunch, secret: Secret | None) -> tuple[PlanReceive
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankLaunch)
+    launch.bind()
     level = launch.args.log_level
     # What it has to say rank 0 says as well.
     log_to_stderr(level if level == "DEBUG" else "ERROR", f"rank {launch.rank}")

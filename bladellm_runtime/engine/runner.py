@@ -118,6 +118,11 @@ class ModelRunner:
         prefill chunks."""
         return int(self._graphs is not None), self.shared_rows, len(self.mixed_sizes)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a launched step is a GPU's to do, and no thread's of this process."""
+        return self._worker is None
+
     @contextmanager
     def without_mixed_graphs(self) -> Iterator[None]:
         """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""

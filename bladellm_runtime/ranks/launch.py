@@ -1,9 +1,12 @@
 """Starting the processes of other ranks, and where all of them meet."""
 
+import ctypes
 import dataclasses
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.ranks.channel import Secret
 
 COMMAND = [sys.executable, "-m", "bladellm_runtime.engine.rank_process"]
+PR_SET_PDEATHSIG = 1
 FEWEST_SECRET_BYTES, MOST_SECRET_BYTES = 16, 4096
 
 
@@ -31,6 +35,13 @@ class RankLaunch(msgspec.Struct, forbid_unknown_fields=True):
     rank: int
     meeting: Meeting
     args: EngineArgs
+    bound: bool = False
+
+    def bind(self) -> None:
+        """Have the kernel kill this process when the thread that started it ends, which reaches a halted one too, where
+        that thread lives as long as its process."""
+        if self.bound and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def meeting_of(args: EngineArgs, folder: Path) -> Meeting:
@@ -83,7 +94,8 @@ def start_rank(rank: int, meeting: Meeting, args: EngineArgs) -> "subprocess.Pop
     except OSError as error:
         raise UserError(f"rank {rank} cannot be started: {COMMAND[0]}: {error.strerror}") from error
     assert process.stdin is not None
-    line = {"rank": rank, "meeting": meeting, "args": flags_of(args)}
+    bound = threading.current_thread() is threading.main_thread()
+    line = {"rank": rank, "meeting": meeting, "args": flags_of(args), "bound": bound}
     try:
         process.stdin.write(msgspec.json.encode(line) + b"\n")
         process.stdin.flush()

@@ -107,11 +107,13 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, array_like=True):
 
 
 class Pulse(msgspec.Struct, tag="pulse", frozen=True, array_like=True):
-    """A rank is alive. begun, done: orders it has taken up, and finished."""
+    """A rank is alive. begun, done: orders it has taken up, and finished; on_device: whether all that is left of one is
+    a GPU's to do."""
 
     rank: int
     begun: int
     done: int
+    on_device: bool
 
 
 class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):

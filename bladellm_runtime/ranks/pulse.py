@@ -19,12 +19,13 @@ class Pulses:
     """Reports how far this rank is. When rank 0 says that the group has ended, or says nothing any more, the process
     ends at once: what its other threads wait for will not come.
 
-    begun, done: orders taken up and finished; serving: whether the start is over. To be kept up to date.
+    begun, done, on_device: as in `Pulse`; serving: whether the start is over. To be kept up to date.
     """
 
     def __init__(self, address: str, rank: int, secret: Secret | None) -> None:
         self.begun = 0
         self.done = 0
+        self.on_device = False
         self.serving = False
         self._rank = rank
         self._context: zmq.Context[Any] = zmq.Context()
@@ -46,7 +47,7 @@ class Pulses:
         heard = time.monotonic()
         while not self._closing.wait(PULSE_SECONDS):
             try:
-                self._socket.send(encode(Pulse(self._rank, self.begun, self.done)), zmq.NOBLOCK)
+                self._socket.send(encode(Pulse(self._rank, self.begun, self.done, self.on_device)), zmq.NOBLOCK)
             except zmq.Again:
                 logger.debug("rank 0 takes no reports")
             while self._socket.poll(0):

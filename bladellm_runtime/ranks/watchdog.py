@@ -15,13 +15,14 @@ STARTING_SECONDS = 180.0
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of a rank. greeted: whether it has said hello; heard: when it last reported; begun, done: of its
-    last pulse; moved: when these last changed or there was nothing to do."""
+    """What is known of a rank. greeted: whether it has said hello; heard: when it last reported; begun, done and
+    on_device: of its last pulse; moved: when the numbers last changed or there was nothing to be late with."""
 
     greeted: bool = False
     heard: float | None = None
     begun: int = 0
     done: int = 0
+    on_device: bool = False
     moved: float = 0.0
     failed: RankFailed | None = None
 
@@ -29,9 +30,9 @@ class RankState:
 class Watchdog:
     """Follows the ranks, and says what ended the group, in half a sentence.
 
-    A rank hangs when it is silent, when it begins no order although it has finished all that it began, and when it does
-    not finish what rank 0 has finished. Of one in the middle of a step that rank 0 has not finished either nothing can
-    be said: steps may be long.
+    A rank hangs when it is silent, when it begins no order although it has finished all that it began, when it does not
+    finish what rank 0 has finished, and when its GPU does not finish a step. Of one whose host is in the middle of a
+    step nothing can be said: on a CPU steps may be long, and before one a GPU's kernel may have to be compiled.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -53,7 +54,8 @@ class Watchdog:
         match report:
             case RankFailed():
                 state.failed = state.failed or report
-            case Pulse(_, begun, done):
+            case Pulse(_, begun, done, on_device):
+                state.on_device = on_device
                 if (begun, done) != (state.begun, state.done):
                     state.begun, state.done, state.moved = begun, done, now
             case Hello():
@@ -89,8 +91,8 @@ class Watchdog:
         if state.heard is not None and now - state.heard > limit:
             return f"has not answered for {limit:g} seconds"
         idle = state.begun == state.done and state.begun < sent
-        if not (idle or state.done < done):
+        if not (idle or state.on_device or state.done < done):
             state.moved = now
         elif now - state.moved > limit:
-            return f"has done nothing for {limit:g} seconds, although it should"
+            return f"has done nothing for {limit:g} seconds, although it had to"
         return None
