@@ -14,7 +14,7 @@ from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.parallel import rank_spec, rank_table
 from bladellm_runtime.models.stream import TensorStream
 from bladellm_runtime.models.streamed import StreamedSource
-from tests.distributed.models import CPU, load_rank, plan_of, run_prompts
+from tests.distributed.ranks import CPU, load_rank, plan_of, run_prompts
 from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import load_tiny, random_prompt, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
