@@ -1,14 +1,14 @@
 """What a checkpoint must tell before it can be cut: its layout, its shape, and how its layers are packed."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 
 import torch
 
 from bladellm_runtime.distributed.cuts import INDICES, LinearCut, Packing, groups_of
-from bladellm_runtime.distributed.layouts import find_layout, read_shape
-from bladellm_runtime.distributed.plan import fitting_unit
+from bladellm_runtime.distributed.layouts import Rule, find_layout, read_shape
+from bladellm_runtime.distributed.plan import ModelShape, fitting_unit
 from bladellm_runtime.distributed.table import Model, Shapes, find_prefix, quantized_modules, rule_of
 from bladellm_runtime.fields import Fields
 from bladellm_runtime.models.checkpoint import Checkpoint
@@ -29,8 +29,28 @@ def describe(checkpoint: Checkpoint, config: Fields, degree: int) -> Model:
     packings = find_packings(config, shapes, ())
     scattered = [name for name, stored in packings.items() if _is_scattered(checkpoint, name, stored.scheme.group_size)]
     packings = find_packings(config, shapes, scattered)
-    shape = dataclasses.replace(model.shape, mlp_unit=_mlp_unit(model, packings, degree))
+    ruled = ((rule_of(model, module), stored) for module, stored in packings.items())
+    unit = _mlp_unit(model.shape, ((rule, stored) for rule, stored in ruled if rule is not None), degree)
+    shape = dataclasses.replace(model.shape, mlp_unit=unit)
     return dataclasses.replace(model, shape=shape, packings=packings)
+
+
+def describe_shape(config: Fields, degree: int) -> ModelShape:
+    """The shape of a model of which there is only the config.json, as `describe` finds it with the weights.
+
+    Raises `CheckpointError` naming file and field.
+    """
+    layout = find_layout(config)
+    shape = read_shape(layout, config)
+    if not config.has("quantization_config"):
+        return dataclasses.replace(shape, mlp_unit=fitting_unit(shape.intermediate_size, degree, 1, 1))
+    form = read_quantization(config.nested("quantization_config"))
+    stored = []
+    for rule in layout.rules:
+        scheme = form.scheme_of(f"{layout.prefixes[0]}{layout.layers}.0.{rule.module}", ())
+        if scheme is not None:
+            stored.append((rule, Packing(form.name, scheme)))
+    return dataclasses.replace(shape, mlp_unit=_mlp_unit(shape, stored, degree))
 
 
 def unpack_share(
@@ -80,13 +100,12 @@ def _is_scattered(checkpoint: Checkpoint, module: str, group_size: int | None) -
     return not (bool((index == -1).all()) or torch.equal(index, natural))
 
 
-def _mlp_unit(model: Model, packings: Mapping[str, Packing], degree: int) -> int:
+def _mlp_unit(shape: ModelShape, layers: Iterable[tuple[Rule, Packing]], degree: int) -> int:
     """What the inner channels of the MLP are cut into; the same for all layers."""
     group = packing = 1
-    for module, stored in packings.items():
-        rule = rule_of(model, module)
-        if rule is not None and "mlp" in rule.axes:
+    for rule, stored in layers:
+        if "mlp" in rule.axes:
             packing = lcm(packing, 8 if stored.method == "awq" else 32 // stored.scheme.bits)
             if rule.dimension == "inputs" and not stored.scattered:
                 group = lcm(group, stored.scheme.group_size or 1)
-    return fitting_unit(model.shape.intermediate_size, degree, group, packing)
+    return fitting_unit(shape.intermediate_size, degree, group, packing)

@@ -12,8 +12,11 @@ from bladellm_runtime.distributed.table import Model, linear_cut, rank_cuts, rul
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.fields import Fields
 from bladellm_runtime.models.checkpoint import Checkpoint
+from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.cutting import describe
+from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes
 from bladellm_runtime.models.ranges import FileRange
+from bladellm_runtime.models.weights import WeightTable
 
 
 class RankCheckpoint:
@@ -41,6 +44,27 @@ class RankCheckpoint:
         self.cuts: dict[str, TensorCut] = rank_cuts(model, plan, stage, rank)
         self.files: dict[str, Path] = {key: checkpoint.files[key] for key in self.cuts if key in checkpoint.files}
         self.index = checkpoint.index
+
+    @property
+    def stored(self) -> Checkpoint:
+        """The checkpoint itself."""
+        return self._checkpoint
+
+    def check(self, table: WeightTable, spec: ModelSpec) -> Schemes:
+        """The schemes of the whole model's quantized layers.
+
+        Raises `CheckpointError` unless the tensors were those of the whole model's table before they were cut.
+        """
+        where = self.index or next(iter(self._checkpoint.files.values()))
+        schemes = find_schemes(spec, table, self.model.shapes.keys(), where)
+        for key, one in expected_tensors(spec, table, schemes, where).items():
+            shape = self.model.shapes.get(key)
+            if shape is None and one.required:
+                raise CheckpointError(f"{where}: {key} is missing; run blade_llm_split again")
+            if shape not in (None, one.shape):
+                asked = f"config.json's {one.fields} ask for {list(one.shape)}"
+                raise CheckpointError(f"{where}: {key} was of shape {list(shape or ())} when it was cut, but {asked}")
+        return schemes
 
     def check_shares(self) -> None:
         """Raise `CheckpointError` unless the checkpoint of a rank's share holds just that."""

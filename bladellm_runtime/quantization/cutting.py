@@ -41,10 +41,18 @@ def take_inputs(weight: QuantizedWeight, inputs: torch.Tensor) -> QuantizedWeigh
         return _gather(weight, places, unit)
     kept = (places >= 0).nonzero().flatten()
     part = replace(weight, codes=_select(weight.codes, 1, places[kept]), order=None)
-    return move_inputs(regrouped(part, groups[kept]), kept)
+    return _move_inputs(regrouped(part, groups[kept]), kept)
 
 
-def move_inputs(weight: QuantizedWeight, inputs: torch.Tensor) -> QuantizedWeight:
+def pad_inputs(weight: QuantizedWeight, inputs: torch.Tensor) -> QuantizedWeight:
+    """The same weight with further inputs that are 0 in every x. inputs: int64 [M], its own ones in order, and -1."""
+    kept = (inputs >= 0).nonzero().flatten().to(weight.codes.device)
+    if len(kept) == len(inputs):
+        return weight
+    return take_inputs(weight, inputs) if weight.order is None else _move_inputs(weight, kept)
+
+
+def _move_inputs(weight: QuantizedWeight, inputs: torch.Tensor) -> QuantizedWeight:
     """The same weight where its input k is input `inputs[k]`, int64, of a layer whose other inputs are always 0."""
     return replace(weight, order=inputs if weight.order is None else inputs[weight.order])
 

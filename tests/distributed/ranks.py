@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from bladellm_runtime.distributed.communicator import Communicator
-from bladellm_runtime.distributed.plan import ParallelPlan, shard
+from bladellm_runtime.distributed.plan import ParallelPlan
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.loading import load_model
-from bladellm_runtime.models.parallel import TensorParallel, model_shape
+from bladellm_runtime.models.parallel import TensorParallel, make_plan
 from tests.distributed.threads import run_ranks
 from tests.models.harness import Sequences
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def plan_of(folder: Path, degree: int) -> ParallelPlan:
-    return shard(model_shape(read_model_spec(folder), degree), degree)
+    return make_plan(folder, read_model_spec(folder), degree)
 
 
 def load_rank(

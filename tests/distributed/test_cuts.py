@@ -1,6 +1,8 @@
 """Shares of tensors: what ranks hold is the whole model, and computes what the whole model computes."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 from bladellm_runtime.distributed.shares import Merge, same_bytes
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.fields import Fields
+from bladellm_runtime.layers.quantized_linear import QuantizedLinear
 from bladellm_runtime.models.checkpoint import open_checkpoint
-from bladellm_runtime.models.cutting import describe, unpack_share
+from bladellm_runtime.models.cutting import describe, describe_shape, unpack_share
 from bladellm_runtime.models.folder import read_json
 from bladellm_runtime.models.rank_checkpoint import RankCheckpoint, cut_checkpoint
 from bladellm_runtime.quantization.registry import read_quantization
+from bladellm_runtime.quantization.weight import QuantizedWeight
 from tests.distributed.models import Random, random_heads
 from tests.models.quantized import SCHEMES, STORED
 
@@ -60,20 +64,25 @@ def test_shares_are_the_whole_model(tmp_path: Path, method: str | None, scheme: 
                     assert same_bytes(merge.whole, tensor), key
 
 
-def share_of(rank: RankCheckpoint, module: str, size: tuple[int, int]) -> tuple[torch.Tensor, range]:
-    """The float32 weight of a rank's share, and its outputs or inputs in the whole layer."""
-    cut = rank.linear(module)
+def quantized_share(rank: RankCheckpoint, module: str, size: tuple[int, int]) -> tuple[QuantizedWeight, range]:
+    """A rank's share of a quantized layer, and its outputs or inputs in the whole layer."""
+    cut, packing = rank.linear(module), rank.packing(module)
     assert cut is not None
+    assert packing is not None
     (part,) = cut.ranges
-    packing = rank.packing(module)
-    if packing is None:
-        return rank.read(f"{module}.weight").float(), part
     shape = (len(part), size[1]) if cut.rows else (size[0], len(part))
     stored = {key.rpartition(".")[2]: rank.read(key) for key in rank.files if key.startswith(f"{module}.")}
     stored.pop("bias", None)
-    form = read_quantization(model_fields(rank))
-    weight = unpack_share(form, packing, cut, shape, stored)
+    weight = unpack_share(read_quantization(model_fields(rank)), packing, cut, shape, stored)
     assert weight.columns % weight.scales.shape[1] == 0
+    return weight, part
+
+
+def share_of(rank: RankCheckpoint, module: str, size: tuple[int, int]) -> tuple[torch.Tensor, range]:
+    """The float32 weight of a rank's share, and its outputs or inputs in the whole layer."""
+    if rank.packing(module) is None:
+        return rank.read(f"{module}.weight").float(), rank.linear(module).ranges[0]
+    weight, part = quantized_share(rank, module, size)
     return weight.dequantize(), part
 
 
@@ -113,6 +122,38 @@ def test_shares_compute_what_the_model_computes(
                 biases = [rank.files.get(f"{module}.bias") for rank in ranks]
                 if model.biases and name in ("self_attn.o_proj", "mlp.down_proj"):
                     assert [bias is not None for bias in biases] == [True] + [False] * (degree - 1)
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
+def test_the_operator_takes_groups_that_were_filled_up(tmp_path: Path, name: str) -> None:
+    """The products of all ranks, each with the inputs it has, add up to the whole layer's."""
+    model = Random(tmp_path, heads=8, kv_heads=8, method="gptq", scheme="w4 g16 asymmetric", scrambled=True)
+    module, x = f"model.layers.0.{name}", torch.randn(5, model.sizes[name][1])
+    with open_checkpoint(tmp_path) as checkpoint:
+        degree = random.randint(2, 5)
+        alone = cut_checkpoint(checkpoint, model.fields, (1, 1), 0, 0)
+        wanted = x @ share_of(alone, module, model.sizes[name])[0].t()
+        total = torch.zeros_like(wanted)
+        for number in range(degree):
+            rank = cut_checkpoint(checkpoint, model.fields, (degree, 1), 0, number)
+            weight, part = quantized_share(rank, module, model.sizes[name])
+            total += QuantizedLinear(weight, None, torch.float32)(x[:, part.start : part.stop])
+    assert torch.allclose(total, wanted, atol=1e-4)
+
+
+def test_the_shape_without_weights_is_the_shape_with_them(tmp_path: Path) -> None:
+    for number, (method, scheme, _) in enumerate(QUICK):
+        model = Random(tmp_path / str(number), heads=4, kv_heads=2, inner=9, method=method, scheme=scheme)
+        with open_checkpoint(model.folder) as checkpoint:
+            for degree in range(1, 5):
+                assert describe(checkpoint, model.fields, degree).shape == describe_shape(model.fields, degree)
+
+
+def test_planning_imports_no_torch() -> None:
+    names = [f"bladellm_runtime.distributed.{name}" for name in ("plan", "cuts", "layouts", "table", "manifest")]
+    code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_group_that_a_border_cuts_has_its_scale_on_both_sides(tmp_path: Path) -> None:

@@ -105,11 +105,7 @@ def test_rank_folders_are_plain_checkpoints(tmp_path: Path, monkeypatch: pytest.
     assert len(files) > 2
     for path in files:
         assert path.stat().st_size < 25_000
-        tensors = load_file(path)
-        with safe_open(path, framework="pt") as file:
-            assert {key: file.get_tensor(key).shape for key in tensors} == {
-                key: one.shape for key, one in tensors.items()
-            }
+        assert load_file(path)
         assert all(start % 4 == 0 for start in starts_of_wide_tensors(path))
     with open_checkpoint(tmp_path / "split" / rank_folder(0, 1)) as checkpoint:
         assert checkpoint.index is not None
