@@ -191,7 +191,6 @@ class EngineArgs:
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
                 raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
-        check_parallel(self)
 
     @property
     def world_size(self) -> int:
@@ -277,7 +276,7 @@ class ServingArgs(EngineArgs):
 
 
 def check_parallel(args: EngineArgs) -> None:
-    """Check the flags of ranks and hosts against each other. Raises `ConfigError`."""
+    """Check the flags of ranks and hosts against each other, before anything is started. Raises `ConfigError`."""
     nodes = args.nnodes
     if args.pipeline_parallel_size > 1:
         raise ConfigError("--pipeline_parallel_size above 1 is not supported; use --tensor_parallel_size")

@@ -94,7 +94,7 @@ def build_runner(
         dtype = pick_dtype(args.dtype, whole.dtype, device)
         max_model_len = model_length(args.max_model_len, whole.max_position_embeddings)
         ranks = place.join(args, device)
-        parallel, spec = place.share(args, whole, ranks)
+        parallel, spec = place.share(args, folder, whole, ranks)
         shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
         rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
         compiling = start_compiling(args, folder, device, place)

@@ -1,19 +1,14 @@
 """Which of the ranks an engine is, and what it does together with the others while it is built."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.communicator import GroupCommunicator, connect, disconnect, make_communicator
-from bladellm_runtime.distributed.plan import ParallelPlan, shard
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.parallel import TensorParallel, model_shape, rank_spec
-
-
-def make_plan(args: EngineArgs, spec: ModelSpec) -> ParallelPlan:
-    """Who holds what of a model. Raises `ConfigError` for degrees that it cannot have."""
-    return shard(model_shape(spec, args.tensor_parallel_size), args.tensor_parallel_size, args.pipeline_parallel_size)
+from bladellm_runtime.models.parallel import TensorParallel, make_plan, rank_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +30,12 @@ class RankPlace:
         return make_communicator([range(args.world_size)])
 
     def share(
-        self, args: EngineArgs, spec: ModelSpec, ranks: GroupCommunicator | None
+        self, args: EngineArgs, folder: Path, spec: ModelSpec, ranks: GroupCommunicator | None
     ) -> tuple[TensorParallel | None, ModelSpec]:
         """What this rank holds of a model and how it works with the others, and the spec of its part."""
         if ranks is None:
             return None, spec
-        plan = make_plan(args, spec)
+        plan = make_plan(folder, spec, args.tensor_parallel_size, args.pipeline_parallel_size)
         return TensorParallel(plan, ranks), rank_spec(spec, plan, ranks.rank)
 
     def leave(self) -> None:
