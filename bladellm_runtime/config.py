@@ -99,7 +99,7 @@ class EngineArgs:
         high=1.0,
     )
     kv_cache_gib: float | None = flag(
-        None, "KV cache in GiB instead of a share of the memory (on a CPU the default is 4).",
+        None, "KV cache of a rank in GiB instead of a share of the memory (on a CPU the default is 4 a host).",
         group="KV cache", low=0.0001, high=100_000,
     )  # fmt: skip
     attn_cls: AttnCls = flag(
@@ -129,9 +129,29 @@ class EngineArgs:
     prompt_cache_swap_gib: float = flag(
         4.0, "Host memory of --prompt_cache_enable_swap in GiB.", group="KV cache", low=0.001, high=100_000
     )
-    cpu_threads: int | None = flag(
-        None, "Threads of an engine on a CPU; default: all cores but one.", group="Engine", low=1, high=1024
+    tensor_parallel_size: int = flag(
+        1, "Processes, each with a GPU of its own, that every layer is divided between.",
+        group="Parallel", low=1, high=1024,
+    )  # fmt: skip
+    pipeline_parallel_size: int = flag(
+        1, "Stages of consecutive layers, each on GPUs of its own.", group="Parallel", low=1, high=1024
     )
+    nnodes: int = flag(1, "Hosts that share the ranks evenly.", group="Parallel", low=1, high=1024)
+    node_rank: int = flag(
+        0, "Number of this host; 0 runs the server, the others the ranks of their own.",
+        group="Parallel", low=0, high=1023,
+    )  # fmt: skip
+    dist_init_addr: str | None = flag(
+        None, "host:port of node 0, where it and the next port are free; for --nnodes 2 or more.", group="Parallel"
+    )
+    dist_token_file: str | None = flag(
+        None, "File with a secret of 16 or more characters, the same on all hosts; for --nnodes 2 or more.",
+        group="Parallel",
+    )  # fmt: skip
+    cpu_threads: int | None = flag(
+        None, "Threads of an engine on a CPU; default: all cores but one, shared by the ranks of a host.",
+        group="Engine", low=1, high=1024,
+    )  # fmt: skip
     preempt_strategy: Literal["AUTO", "RECOMPUTE"] = flag(
         "AUTO", "What happens to the newest request when the KV cache is full; AUTO is RECOMPUTE.", group="Engine"
     )
@@ -171,6 +191,17 @@ class EngineArgs:
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
                 raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this host."""
+        count = self.world_size // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
 
     @property
     def step_tokens(self) -> int:
@@ -242,6 +273,40 @@ class ServingArgs(EngineArgs):
                 f"--frontend_processes {self.frontend_processes} cannot be used with "
                 "--disable_frontend_multiprocessing, which makes one process of engine and front end"
             )
+
+
+def check_parallel(args: EngineArgs) -> None:
+    """Check the flags of ranks and hosts against each other, before anything is started. Raises `ConfigError`."""
+    nodes = args.nnodes
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError("--pipeline_parallel_size above 1 is not supported; use --tensor_parallel_size")
+    if args.node_rank >= nodes:
+        raise ConfigError(f"--node_rank {args.node_rank} must be below --nnodes {nodes}; the first host is 0")
+    if args.world_size % nodes:
+        raise ConfigError(
+            f"--nnodes {nodes} hosts cannot share {args.world_size} ranks evenly; use a --tensor_parallel_size that is "
+            f"a multiple of {nodes}"
+        )
+    if args.world_size > 1 and args.disable_frontend_multiprocessing:
+        raise ConfigError(
+            "--disable_frontend_multiprocessing cannot be used with --tensor_parallel_size above 1, which needs an "
+            "engine process"
+        )
+    for name in ("dist_init_addr", "dist_token_file"):
+        if nodes > 1 and getattr(args, name) is None:
+            raise ConfigError(f"--{name} is missing; --nnodes {nodes} needs the same one on every host")
+        if nodes == 1 and getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is for several hosts; set --nnodes, or leave it out")
+    if args.dist_init_addr is not None:
+        split_address(args.dist_init_addr)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of --dist_init_addr. Raises `ConfigError`."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 1 <= int(port) < 65535):
+        raise ConfigError(f"--dist_init_addr must be host:port with a port from 1 to 65534, got {address!r:.80}")
+    return host.strip("[]"), int(port)
 
 
 def check_fields(args: Any) -> None:

@@ -3,15 +3,17 @@
 import shlex
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 
 from bladellm_runtime import __version__
-from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.config import ServingArgs, check_parallel
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.hub import resolve_model
+from bladellm_runtime.ranks.node import run_node
 from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.messages import EngineReady
@@ -19,14 +21,17 @@ from bladellm_tools.console import BOLD, gib, styled, table
 
 
 def run(args: ServingArgs) -> int:
-    """Serve until told to stop. Returns the exit code."""
+    """Serve until told to stop; on other hosts than the first run its ranks. Returns the exit code."""
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
+    check_parallel(args)
     log_to_stderr(args.log_level, "server")
     started = time.monotonic()
     folder = resolve_model(args.model)
     # Looked for here, so that a folder that is no model's is called that, whoever would read which file first.
     file_in(folder, "config.json")
+    if args.node_rank:
+        return run_node(replace(args, model=str(folder)), folder)
 
     def on_ready(url: str, client: EngineClient) -> None:
         print("\n".join(banner(args, url, client.ready, time.monotonic() - started)), flush=True)

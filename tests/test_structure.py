@@ -18,7 +18,7 @@ PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 BASE = {"errors", "config", "request", "logs", "fields"}
-BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "quantization", "kernels", "distributed"}
+BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "quantization", "kernels", "distributed", "ranks"}
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "layers": {*BASE, "kv", "quantization", "kernels", "distributed"},
     "models": {*BASE, "layers", "kv", "quantization", "kernels", "distributed"},
     "scheduler": {*BASE, "wire", "kv"},
+    "ranks": {*BASE, "wire", "scheduler", "kv"},
     "engine": BELOW_ENGINE,
     "llm": {*BELOW_ENGINE, "engine", "text"},
     "server": {*BASE, "__init__", "wire", "engine", "text", "models"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "tools": {*BELOW_ENGINE, "__init__", "llm", "server", "engine", "text"},
 }
 """What each room may import besides itself."""
-TORCH_FREE = ("scheduler", "wire", "server", "text", "request", "config", "errors")
+TORCH_FREE = ("scheduler", "wire", "ranks", "server", "text", "request", "config", "errors")
 UNSAFE_MODULES = {"pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"}
 

@@ -4,20 +4,29 @@ On GPUs the operations on tensors are only enqueued, on the current stream, and 
 ranks of a group must call the same operations in the same order. A group of one rank needs no communicator at all.
 """
 
+import logging
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from bladellm_runtime.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
 LOOPBACK_INTERFACE = "lo"
+
+
+class MeetingError(ConfigError):
+    """The ranks of a run cannot meet."""
 
 
 class Communicator(Protocol):
@@ -71,26 +80,59 @@ class GroupCommunicator:
 def connect(address: str, rank: int, size: int, device: torch.device, timeout_s: float = 600.0) -> None:
     """Meet the other ranks of the whole run at `address`; returns when all `size` are there.
 
-    address: `file:///path` of a file that is not there yet, in a folder that all ranks share, or `tcp://host:port`, at
-    which rank 0 listens on every interface of its host. timeout_s: how long an operation may wait for the others.
-    Raises `ConfigError` when they cannot be met.
+    address: `file:///path` of a file that is not there yet, in a folder that all ranks share, or `tcp://host:port`, an
+    address of rank 0's host. All of them listen on the interface that leads there. timeout_s: how long an operation may
+    wait for the others.
+    Raises `MeetingError` when they cannot be met.
     """
-    if urlsplit(address).hostname in (None, *LOOPBACK):
+    place, timeout = urlsplit(address), timedelta(seconds=timeout_s)
+    interface = LOOPBACK_INTERFACE if place.hostname is None else interface_to(place.hostname)
+    if interface is not None:
         # Their only setting for the interface to listen on; unset, it is that of the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # Ranks are watched elsewhere; NCCL's own watchdog would end the process before it could say why.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         dist.init_process_group(
             BACKENDS[device.type],
-            init_method=address,
+            store=open_store(place, rank, size, timeout),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason})") from error
+        raise MeetingError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason})") from error
+
+
+def open_store(place: SplitResult, rank: int, size: int, timeout: timedelta) -> Store:
+    """What the ranks find each other by: the file, or a server in rank 0's process on the address given alone."""
+    if place.hostname is None:
+        return FileStore(place.path, size)
+    host, port = place.hostname, int(place.port or 0)
+    if rank:
+        return TCPStore(host, port, size, False, timeout)
+    listener = socket.create_server((host, port), family=family_of(host))
+    return TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface of this machine from which a host is reached; None where it cannot be told."""
+    try:
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(own == one.address for one in addresses)), None)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a numeric address, or a name, which is looked up as one of version 4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def make_communicator(groups: Sequence[Sequence[int]]) -> GroupCommunicator | None:
@@ -111,6 +153,15 @@ def disconnect() -> None:
     """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Make what this rank waits for of the others fail; from another thread than the one that waits."""
+    if dist.is_initialized():
+        try:
+            dist.distributed_c10d._abort_process_group()
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # gloo notices by itself that others are gone
+            logger.debug("the group could not be aborted: %s", error)
 
 
 # Newer versions of torch have the same under a new name, and warn of the old one.

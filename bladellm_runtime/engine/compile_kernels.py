@@ -43,9 +43,15 @@ def compile_ahead(args: EngineArgs, folder: Path, device: torch.device) -> "Comp
         return Compiling()
     from triton.runtime import driver
 
-    make_hashes_reproducible()
-    KERNEL_COMPILES.watch()
+    count_compiles(device)
     return start_compiling(read_record(record_path(args, folder, device)), driver.active.get_current_target())
+
+
+def count_compiles(device: torch.device) -> None:
+    """Count what is compiled from now on, by hashes that are the same in every process."""
+    if device.type == "cuda":
+        make_hashes_reproducible()
+        KERNEL_COMPILES.watch()
 
 
 def keep_kernel_list(args: EngineArgs, folder: Path, device: torch.device) -> None:

@@ -70,7 +70,7 @@ def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: tor
     if args.kv_cache_gib is not None:
         return int(args.kv_cache_gib * GIB)
     if device.type == "cpu":
-        return int(min(CPU_KV_GIB * GIB, psutil.virtual_memory().available * CPU_KV_SHARE))
+        return int(min(CPU_KV_GIB * GIB, psutil.virtual_memory().available * CPU_KV_SHARE) / len(args.local_ranks))
     free, total = torch.cuda.mem_get_info(device)
     workspace = workspace_bytes(args, spec, dtype)
     table.add("workspace", workspace)

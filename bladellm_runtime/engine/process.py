@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +18,7 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.loop import EngineLoop
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.logs import log_to_stderr
+from bladellm_runtime.ranks.group import Home
 from bladellm_runtime.wire.messages import EngineFailed
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
@@ -37,8 +40,10 @@ class Launch(msgspec.Struct, forbid_unknown_fields=True):
     args: EngineArgs
 
 
-def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" = None) -> int:
-    """Build the engine, announce it, and serve until the end; returns the exit code.
+def run_engine(
+    port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" = None, folder: Path | None = None
+) -> int:
+    """Build the engine, announce it, and serve until the end; returns the exit code. folder: a private one for files.
 
     A failure is told to the front end as `EngineFailed` and never raised: the process must end in order.
     """
@@ -47,7 +52,7 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
     from bladellm_runtime.engine.step_errors import DeviceLostError
 
     try:
-        engine = build_engine(args)
+        engine = build_engine(args, home=Home(folder, partial(last_words, port)))
         port.send(engine.ready)
         loop = EngineLoop(engine.core, port)
         if on_loop is not None:
@@ -72,6 +77,12 @@ def run_engine(port: EnginePort, args: EngineArgs, on_loop: "LoopHolder | None" 
         port.send(EngineFailed(f"the engine stopped: {type(error).__name__}: {error}"))
         return 1
     return 0
+
+
+def last_words(port: EnginePort, sentence: str) -> None:
+    """Tell the front end why, and end the process, whose other threads hang."""
+    port.end(EngineFailed(sentence))
+    end(1)
 
 
 class LoopHolder:
@@ -110,7 +121,8 @@ def main() -> int:
     threading.Thread(target=holder.watch_stdin, name="front-end-watch", daemon=True).start()
     port = EnginePort(launch.address)
     try:
-        return run_engine(port, launch.args, holder)
+        folder = Path(launch.address.removeprefix("ipc://")).parent if launch.address.startswith("ipc://") else None
+        return run_engine(port, launch.args, holder, folder)
     finally:
         port.close()
 

@@ -112,6 +112,17 @@ class ModelRunner:
         """Token counts, ascending, that captured steps with prefill chunks are padded to."""
         return () if self._mixed is None else self._mixed.sizes
 
+    @property
+    def captured(self) -> tuple[int, int, int]:
+        """Whether there are captured decode steps, with shared beginnings up to how many rows, and captured steps with
+        prefill chunks."""
+        return int(self._graphs is not None), self.shared_rows, len(self.mixed_sizes)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a launched step is a GPU's to do, and no thread's of this process."""
+        return self._worker is None
+
     @contextmanager
     def without_mixed_graphs(self) -> Iterator[None]:
         """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""

@@ -35,6 +35,13 @@ class DeviceLostError(UserError):
         super().__init__(f"the engine stopped: the GPU failed ({first_line(error)}); start it again")
 
 
+class GroupLostError(DeviceLostError):
+    """A rank is lost, or a step has no result on one of them: nothing can be asked of the others any more."""
+
+    def __init__(self, sentence: str) -> None:
+        UserError.__init__(self, sentence)
+
+
 def step_error(error: Exception, plan: StepPlan | None) -> Exception:
     """What an error in a step stands for; the error itself where it is none of a device.
 

@@ -2,8 +2,10 @@
 
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import zmq
 from bladellm_runtime.wire.messages import (
     FRONT_END_SHIFT,
     AttachFrontEnd,
+    EngineFailed,
     EngineMessage,
     EngineReady,
     FrontEndStuck,
@@ -92,6 +95,8 @@ class EnginePort:
         self._others: dict[int, _OtherFrontEnd] = {}
         self._last_sent = 0.0
         self._ready: EngineReady | None = None
+        # Of use to `end` alone, which another thread calls.
+        self._lock = threading.Lock()
 
     def attach(self, message: AttachFrontEnd) -> None:
         """Connect to another front end, in place of the one that had its number, and tell it what the first was told.
@@ -108,12 +113,13 @@ class EnginePort:
 
     def receive(self, timeout: float) -> list[FrontMessage]:
         """All waiting messages, oldest first; with none, waits up to `timeout` seconds for the first."""
-        if timeout > 0 and not self._poller.poll(int(timeout * 1000)):
-            return []
-        messages = _receive_all(self._socket)
-        for other in self._others.values():
-            messages += _receive_all(other.socket)
-        return messages
+        with self._lock:
+            if timeout > 0 and not self._poller.poll(int(timeout * 1000)):
+                return []
+            messages = _receive_all(self._socket)
+            for other in self._others.values():
+                messages += _receive_all(other.socket)
+            return messages
 
     def send(self, message: EngineMessage) -> None:
         """Send without blocking: to each front end its own requests' part of a step, and everything else to all.
@@ -138,13 +144,23 @@ class EnginePort:
         deadline = time.monotonic() + SEND_PATIENCE
         while True:
             try:
-                self._socket.send(frame, zmq.NOBLOCK)
+                with self._lock:
+                    self._socket.send(frame, zmq.NOBLOCK)
                 return
             except zmq.Again:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise FrontEndGone("the front end has stopped taking the engine's messages") from None
                 self._socket.poll(int(left * 1000) + 1, zmq.POLLOUT)
+
+    def end(self, message: EngineFailed) -> None:
+        """Send a last message to all, and close; from another thread than the others' when that hangs elsewhere."""
+        frame = encode(message)
+        with self._lock:
+            for socket in (self._socket, *(other.socket for other in self._others.values())):
+                with suppress(zmq.Again):
+                    socket.send(frame, zmq.NOBLOCK)
+        self.close()
 
     def close(self) -> None:
         """Close the socket; messages already sent get half a second to leave."""

@@ -15,7 +15,7 @@ FEW_SIZES = [1, 4, 16]
 @pytest.fixture(scope="session", autouse=True)
 def few_graphs(device: str) -> Iterator[None]:
     """By default each of some hundred engines would capture 35 batch sizes; tests that ask for sizes get theirs."""
-    with mock.patch("bladellm_runtime.engine.build.graph_sizes", few_sizes if device == "cuda" else graph_sizes):
+    with mock.patch("bladellm_runtime.engine.build_runner.graph_sizes", few_sizes if device == "cuda" else graph_sizes):
         yield
 
 

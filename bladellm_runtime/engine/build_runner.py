@@ -1,0 +1,248 @@
+"""From arguments to a model runner, on every rank alike: model, KV memory, captured steps."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.has_triton import has_triton
+from bladellm_kernels.prefill_calls import PlannedCalls
+from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
+
+from bladellm_runtime.config import GIB, GPU_STEP_TOKENS, EngineArgs
+from bladellm_runtime.distributed.communicator import GroupCommunicator
+from bladellm_runtime.engine.cascade import Cascade, make_cascade
+from bladellm_runtime.engine.compile_kernels import Compiling, compile_ahead, count_compiles
+from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
+from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
+from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
+from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
+from bladellm_runtime.engine.mixed_graphs import mixed_sizes
+from bladellm_runtime.engine.rank_place import RankPlace
+from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.engine.step_graphs import graph_sizes
+from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.kv.arena import KvArena, KvShape
+from bladellm_runtime.kv.factory import make_arena
+from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.decoder import Decoder
+from bladellm_runtime.models.loading import load_model
+from bladellm_runtime.scheduler.limits import SchedulerLimits
+
+SWITCH_SECONDS = 1e-4
+"""How soon a thread that steps gives way to the one that maps memory. With Python's 5 ms a mapping call that takes
+50 µs alone took 15 ms beside a busy thread, three turns of waiting."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds per phase of the start, in order, for the start-up banner."""
+
+    phases: list[tuple[str, float]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.phases.append((name, time.monotonic() - started))
+
+
+@dataclass(slots=True)
+class StartRecord:
+    """What the start took: time by phase, memory by use."""
+
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    table: MemoryTable = field(default_factory=MemoryTable)
+
+
+@dataclass(slots=True)
+class BuiltRunner:
+    """A runner, and what is known of it. args: with the defaults of the device; rotated: whether keys are."""
+
+    args: EngineArgs
+    device: torch.device
+    shape: KvShape
+    rotated: bool
+    model: Decoder
+    kv_spec: KvSpec
+    arena: KvArena
+    limits: SchedulerLimits
+    cascade: Cascade | None
+    runner: ModelRunner
+
+
+def build_runner(
+    args: EngineArgs, folder: Path, whole: ModelSpec, place: RankPlace, record: StartRecord, capture: Capture | None
+) -> BuiltRunner:
+    """Load the model and make a runner of it. All ranks do the same in the same order, and some of it together.
+
+    Raises `UserError` for anything the user can mend. whole: the model's spec, of which a rank may hold a part.
+    capture: as in `build_engine`.
+    """
+    times, table = record.times, record.table
+    with times.phase("open device"):
+        device, args = open_device(args, place)
+        dtype = pick_dtype(args.dtype, whole.dtype, device)
+        max_model_len = model_length(args.max_model_len, whole.max_position_embeddings)
+        ranks = place.join(args, device)
+        parallel, spec = place.share(args, folder, whole, ranks)
+        shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
+        rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
+        compiling = start_compiling(args, folder, device, place)
+    with times.phase("load weights"):
+        how, seed = args.load_format, args.dummy_seed
+        model = load_model(folder, whole, device=device, dtype=dtype, load_format=how, seed=seed, parallel=parallel)
+    table.add("weights", model.weight_bytes)
+    with times.phase("compile kernels"):
+        compiling.wait()
+        if ranks is not None:
+            ranks.barrier()
+    with times.phase("allocate memory"):
+        sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
+        table.add("sampling state", sampling.bytes)
+        kv_spec, arena = allocate_kv(args, spec, shape, device, max_model_len, table, ranks)
+        max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
+    limits = scheduler_limits(args, spec, max_model_len)
+    with times.phase("plan attention"):
+        workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
+        planned = plan_prefill(spec, dtype, arena, limits)
+    runner = ModelRunner(model, arena, sampling, workspace, rotation, planned)
+    with times.phase("capture graphs"):
+        cascade = make_cascade(args, spec, arena, shape, graph_sizes(args))
+        capture_steps(args, runner, device, capture, cascade)
+        check_equal_graphs(runner, ranks)
+    return BuiltRunner(
+        args, device, shape, rotation is not None, model, kv_spec, arena, limits, cascade, runner
+    )  # fmt: skip
+
+
+def open_device(args: EngineArgs, place: RankPlace) -> tuple[torch.device, EngineArgs]:
+    """This rank's device, ready for use, and the flags with its defaults."""
+    count = len(args.local_ranks)
+    device = pick_device(args.device, place.local_index(args) if count > 1 else None, count)
+    torch.empty(1, device=device)  # the first tensor makes a GPU's context, which takes a second
+    if device.type == "cpu":
+        use_threads(args.cpu_threads, count)
+    elif args.ragged_flash_max_batch_tokens is None:
+        args = replace(args, ragged_flash_max_batch_tokens=GPU_STEP_TOKENS)
+    return device, args
+
+
+def start_compiling(args: EngineArgs, folder: Path, device: torch.device, place: RankPlace) -> Compiling:
+    """Start to compile the model's kernels; one rank of a host does it for all."""
+    if place.local_index(args):
+        count_compiles(device)
+        return Compiling()
+    return compile_ahead(args, folder, device)
+
+
+def model_length(asked: int | None, positions: int) -> int:
+    """The longest sequence to serve. Raises `ConfigError` above what the model was made for."""
+    if asked is not None and asked > positions:
+        raise ConfigError(f"--max_model_len {asked} is above the model's max_position_embeddings of {positions}")
+    return positions if asked is None else asked
+
+
+def fit_model_length(asked: int | None, length: int, kv_spec: KvSpec) -> int:
+    """The longest sequence that the KV cache holds; shorter than the model's own with a warning.
+
+    Raises `ConfigError` when that is less than what was asked for.
+    """
+    if length <= kv_spec.max_tokens:
+        return length
+    need = kv_spec.granules(length) * kv_spec.granule_bytes / GIB
+    advice = f"raise --kv_cache_gib to {need:.3g} or more, or lower --max_model_len to {kv_spec.max_tokens}"
+    if asked is not None:
+        raise ConfigError(f"the KV cache holds {kv_spec.max_tokens} tokens, below --max_model_len {asked}; {advice}")
+    logger.warning("sequences are limited to %d of the model's %d tokens; %s", kv_spec.max_tokens, length, advice)
+    return kv_spec.max_tokens
+
+
+def allocate_kv(
+    args: EngineArgs,
+    spec: ModelSpec,
+    shape: KvShape,
+    device: torch.device,
+    max_model_len: int,
+    table: MemoryTable,
+    ranks: GroupCommunicator | None = None,
+) -> tuple[KvSpec, KvArena]:
+    """Decide the size of the KV cache and create its arena. All ranks have as much as the one that can have least."""
+    budget = kv_budget(args, spec, shape.dtype, device, table)
+    if ranks is not None:
+        budget = ranks.min_int(budget)
+    kv_spec = make_kv_spec(args, spec, shape, device, max_model_len, budget)
+    if ranks is not None and (least := ranks.min_int(kv_spec.num_granules)) != kv_spec.num_granules:
+        raise ConfigError(
+            f"a rank can map {least} pieces of KV cache and this one {kv_spec.num_granules}; give all hosts the same "
+            "vm.max_map_count and the same GPUs"
+        )
+    arena = make_arena(args.kv_arena, args.attn_cls, kv_spec, shape, device)
+    if device.type == "cuda":
+        sys.setswitchinterval(SWITCH_SECONDS)
+    table.add("KV cache", kv_spec.num_granules * kv_spec.granule_bytes)
+    return kv_spec, arena
+
+
+def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: torch.device) -> DecodeWorkspace | None:
+    """Where decode attention on a GPU plans and keeps parts of its results; a CPU needs none."""
+    if device.type != "cuda":
+        return None
+    return DecodeWorkspace(device, num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1, shape.format, shape.dtype)
+
+
+def capture_steps(
+    args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None, cascade: Cascade | None
+) -> None:
+    """Have the runner capture steps where the flags and the device allow it, those of most tokens first: the memory of
+    all others fits into theirs."""
+    if capture is None and device.type == "cuda" and has_triton():
+        capture = CudaCapture(device)
+    sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
+    if asked and args.cuda_graph_batch_sizes:
+        logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")
+    if sizes and capture is not None:
+        if mixed := mixed_sizes(args):
+            runner.capture_mixed(mixed, capture)
+        runner.capture(sizes, capture, cascade)
+        if device.type == "cuda":
+            # Memory of the work before it was captured, which no step will use.
+            torch.cuda.empty_cache()
+    elif asked or args.cuda_graph_batch_sizes or any(args.cuda_graph_prefill_tokens):
+        logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
+
+
+def check_equal_graphs(runner: ModelRunner, ranks: GroupCommunicator | None) -> None:
+    """Raise `ConfigError` where some ranks could capture their steps and others could not: they would be led apart."""
+    if ranks is None:
+        return
+    for captured in runner.captured:
+        if ranks.min_int(captured) != captured:
+            raise ConfigError("a rank could not capture its steps as CUDA graphs; use --disable_cuda_graph")
+
+
+def plan_prefill(spec: ModelSpec, dtype: torch.dtype, arena: KvArena, limits: SchedulerLimits) -> PlannedCalls | None:
+    """Prepare prefill attention for every step that the limits allow; in the thread that will run the steps."""
+    layers = [arena.layer(index) for index in range(len(spec.windows))]
+    tokens = min(limits.max_batch_tokens, limits.prefill_chunk_tokens)
+    return warm_up_prefill(spec.heads, dtype, layers, spec.windows, tokens, limits.max_model_len)
+
+
+def scheduler_limits(args: EngineArgs, spec: ModelSpec, max_model_len: int) -> SchedulerLimits:
+    """The scheduler's view of the flags."""
+    return SchedulerLimits(
+        max_batch_tokens=args.step_tokens,
+        prefill_chunk_tokens=args.prefill_chunk_tokens or args.step_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        vocab_size=spec.vocab_size,
+    )

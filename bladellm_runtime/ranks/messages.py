@@ -1,0 +1,171 @@
+"""What rank 0 tells the other ranks and what they answer: msgspec structs in msgpack, never pickle. Imports no torch.
+
+Every message to the ranks changes what their runners hold, in the order in which rank 0's runner does the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.shared_reads import PrefixGroup
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+
+
+class ShowMessage(msgspec.Struct, tag=0, frozen=True, array_like=True):
+    """A `Show`."""
+
+    slot: int
+    position: int
+    granules: list[int]
+    whole: bool
+
+
+class HideMessage(msgspec.Struct, tag=1, frozen=True, array_like=True):
+    """A `Hide`."""
+
+    slot: int
+    keep: int
+
+
+class CopyMessage(msgspec.Struct, tag=2, frozen=True, array_like=True):
+    """A `Copy`."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class SwapOutMessage(msgspec.Struct, tag=3, frozen=True, array_like=True):
+    """A `SwapOut`."""
+
+    granule: int
+    host: int
+
+
+class SwapInMessage(msgspec.Struct, tag=4, frozen=True, array_like=True):
+    """A `SwapIn`."""
+
+    host: int
+    granule: int
+
+
+OPERATIONS: dict[type, type] = {
+    Show: ShowMessage, Hide: HideMessage, Copy: CopyMessage, SwapOut: SwapOutMessage, SwapIn: SwapInMessage,
+}  # fmt: skip
+"""Named tuples of one length cannot be told apart on the wire."""
+_READ = {message: operation for operation, message in OPERATIONS.items()}
+
+
+class RunStep(msgspec.Struct, tag="step", frozen=True, array_like=True):
+    """A `StepPlan`, field by field."""
+
+    step: int
+    loads: list[SlotLoad]
+    views: list[ShowMessage | HideMessage]
+    moves: list[CopyMessage | SwapOutMessage | SwapInMessage]
+    ahead: list[ShowMessage]
+    slots: list[int]
+    generations: list[int]
+    starts: list[int]
+    query_lens: list[int]
+    samples: list[bool]
+    num_decode: int
+    prefixes: tuple[PrefixGroup, ...]
+
+
+class UseMixedGraphs(msgspec.Struct, tag="mixed_graphs", frozen=True, array_like=True):
+    """From here on steps with prefill chunks are replayed, or launched operator by operator; no step is in flight."""
+
+    on: bool
+
+
+class Serve(msgspec.Struct, tag="serve", frozen=True, array_like=True):
+    """The start is over: kernels are compiled, and who is silent now is lost."""
+
+
+class CloseRank(msgspec.Struct, tag="close", frozen=True, array_like=True):
+    """Finish what is in flight, release everything and exit."""
+
+
+RankOrder = RunStep | UseMixedGraphs | Serve | CloseRank
+
+
+class Numbered(msgspec.Struct, frozen=True, array_like=True):
+    """An order and its number, counted from 0, by which a rank knows that none was lost."""
+
+    number: int
+    order: RankOrder
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True, array_like=True):
+    """A rank's first message. flags: its `EngineArgs`, which must be those of rank 0."""
+
+    rank: int
+    flags: dict[str, Any]
+
+
+class Pulse(msgspec.Struct, tag="pulse", frozen=True, array_like=True):
+    """A rank is alive. begun, done: orders it has taken up, and finished; on_device: whether all that is left of one is
+    a GPU's to do."""
+
+    rank: int
+    begun: int
+    done: int
+    on_device: bool
+
+
+class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
+    """A rank ends. own: for a reason of its own, and not because another one no longer answers."""
+
+    rank: int
+    message: str
+    own: bool
+
+
+RankReport = Hello | Pulse | RankFailed
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+# A decoder's type parameter cannot be a union for mypy, hence the annotation.
+decode_report: Callable[[bytes], RankReport] = msgspec.msgpack.Decoder(RankReport).decode
+decode_order: Callable[[bytes], Numbered] = msgspec.msgpack.Decoder(Numbered).decode
+
+
+def step_message(plan: StepPlan) -> RunStep:
+    """A plan as it goes over the wire; shares the plan's lists."""
+    memory = plan.memory
+    return RunStep(
+        plan.step,
+        plan.loads,
+        [OPERATIONS[type(view)](*view) for view in memory.views],
+        [OPERATIONS[type(move)](*move) for move in memory.moves],
+        [ShowMessage(*view) for view in memory.ahead],
+        plan.slots,
+        plan.generations,
+        plan.starts,
+        plan.query_lens,
+        plan.samples,
+        plan.num_decode,
+        plan.prefixes,
+    )
+
+
+def read_step(message: RunStep) -> StepPlan:
+    """The plan of `step_message`."""
+    return StepPlan(
+        message.step,
+        message.loads,
+        MemoryPlan(*(_operations(messages) for messages in (message.views, message.moves, message.ahead))),
+        message.slots,
+        message.generations,
+        message.starts,
+        message.query_lens,
+        message.samples,
+        message.num_decode,
+        message.prefixes,
+    )
+
+
+def _operations(messages: list[Any]) -> list[Any]:
+    return [_READ[type(message)](*msgspec.structs.astuple(message)) for message in messages]
