@@ -35,7 +35,7 @@ class RankPlace:
         """What this rank holds of a model and how it works with the others, and the spec of its part."""
         if ranks is None:
             return None, spec
-        plan = make_plan(folder, spec, args.tensor_parallel_size, args.pipeline_parallel_size)
+        plan = make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
         return TensorParallel(plan, ranks), rank_spec(spec, plan, ranks.rank)
 
     def leave(self) -> None:
