@@ -37,10 +37,7 @@ class VocabParallelEmbedding(Embedding):
         self._first = communicator.rank * len(weight)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        own = input_ids - self._first
-        others = (own < 0) | (own >= len(self.weight))
-        rows = embedding(own.masked_fill(others, 0), self.weight)
-        return self._communicator.all_reduce(rows.masked_fill_(others.unsqueeze(1), 0))
+        return self._communicator.all_reduce(embedding(input_ids, self.weight, first=self._first))
 
 
 class VocabParallelHead(LinearLayer):

@@ -23,6 +23,19 @@ class Cut:
     def size(self) -> int:
         return sum(run.count for run in self.runs)
 
+    @property
+    def stored(self) -> int:
+        """Places that are not padding."""
+        return sum(run.count for run in self.runs if run.start is not None)
+
+    def of_share(self) -> "Cut":
+        """The same cut of a tensor that has nothing but these runs, one after the other."""
+        runs, start = [], 0
+        for run in self.runs:
+            runs.append(run if run.start is None else Run(start, run.count))
+            start += 0 if run.start is None else run.count
+        return Cut(tuple(runs))
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, dim: int) -> None:
         """Copy the runs of source to target, whose size along `dim` is that of the cut; cast on the way."""
         for run, part in zip(self.runs, target.split([run.count for run in self.runs], dim), strict=True):

@@ -13,7 +13,7 @@ from bladellm_runtime.distributed.plan import ModelShape, ParallelPlan, RankCut,
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.cut import Cut, make_cut
 from bladellm_runtime.models.quantized import find_schemes
-from bladellm_runtime.models.weights import WeightTable, weight_table
+from bladellm_runtime.models.weights import Part, WeightTable, weight_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,27 @@ def rank_table(spec: ModelSpec, plan: ParallelPlan, rank: int) -> WeightTable:
         elif module not in columns or rank == 0:
             table[name] = parts
     return table
+
+
+def share_table(table: WeightTable) -> WeightTable:
+    """A rank's table where the checkpoint has only the rank's shares of the tensors."""
+    return {name: tuple(_share(part) for part in parts) for name, parts in table.items()}
+
+
+def _share(part: Part) -> Part:
+    if not part.is_cut:
+        return part
+    rows, columns = part.rows, part.columns
+    shape = (part.shape[0] if rows is None else rows.stored, *part.shape[1:])
+    if columns is not None:
+        shape = (shape[0], columns.stored)
+    return replace(
+        part,
+        shape=shape,
+        rows=None if rows is None else rows.of_share(),
+        columns=None if columns is None else columns.of_share(),
+        whole=part.shape,
+    )
 
 
 def _query_cut(plan: ParallelPlan, cut: RankCut, head_dim: int) -> Cut:

@@ -1,6 +1,7 @@
 """Where the values of parameters come from: a checkpoint, or random numbers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -49,13 +50,19 @@ class CheckpointSource:
 
     def quantized(self, part: Part, scheme: Scheme, device: torch.device) -> QuantizedWeight:
         """Move the stored tensors, which are small, then unpack them on the device."""
-        rows, columns = part.shape
+        if 0 in part.shape:
+            return zero_weight(scheme, (part.held[0], part.held[1]), device)
         tensors = self._stored(part, scheme, device)
         try:
-            return held_weight(self._format.unpack(scheme, rows, columns, tensors), part)
+            return held_weight(self._unpack(part, scheme, tensors), part)
         except CheckpointError as error:
             file = self._checkpoint.files[f"{part.module}.{next(iter(tensors))}"]
             raise CheckpointError(f"{file}: {part.module}.{error}") from error
+
+    def _unpack(self, part: Part, scheme: Scheme, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
+        """The whole of what the checkpoint has of a quantized layer."""
+        rows, columns = part.shape
+        return self._format.unpack(scheme, rows, columns, tensors)
 
     @property
     def _format(self) -> CheckpointFormat:
@@ -120,7 +127,7 @@ class DummySource:
 
 def stored_keys(quantization: CheckpointFormat, part: Part, scheme: Scheme) -> dict[str, str]:
     """The keys of the tensors that a quantized layer is stored in, by suffix, optional ones included."""
-    rows, columns = part.shape
+    rows, columns = part.whole or part.shape
     stored = quantization.tensors(scheme, rows, columns)
     return {tensor.suffix: f"{part.module}.{tensor.suffix}" for tensor in stored}
 
@@ -131,6 +138,21 @@ def held_weight(weight: QuantizedWeight, part: Part) -> QuantizedWeight:
     if part.rows is not None:
         weight = take_outputs(weight, part.rows.index(device))
     return weight if part.columns is None else take_inputs(weight, part.columns.index(device))
+
+
+def zero_weight(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedWeight:
+    """A weight of zeros, [out, in]: of a rank that has none of a layer's outputs or inputs."""
+    rows, columns = shape
+    size = scheme.group_size
+    if size is not None and columns % size:
+        scheme = replace(scheme, group_size=columns)
+    scales = torch.ones(rows, scheme.groups(columns), device=device)
+    if scheme.kind == "fp8":
+        codes = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+    else:
+        codes = torch.full((rows, columns), scheme.middle, dtype=torch.uint8, device=device)
+    zeros = None if scheme.symmetric else torch.full_like(scales, scheme.middle, dtype=torch.uint8)
+    return QuantizedWeight(scheme, codes, scales, zeros, None, 1.0 if scheme.activations == "static" else None)
 
 
 def random_codes(scheme: Scheme, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, float]:

@@ -34,7 +34,7 @@ class StreamedSource(CheckpointSource):
         super().__init__(checkpoint, quantization)
         self._stream = stream
         self._pieces: list[Future[None]] = []
-        quantized = (part for parts in table.values() for part in parts if part.module in schemes)
+        quantized = (part for row in table.values() for part in row if part.module in schemes and 0 not in part.shape)
         self._upcoming = deque((part, schemes[part.module or ""]) for part in quantized)
         self._started: dict[str, tuple[dict[str, torch.Tensor], list[Future[None]]]] = {}
         self._ahead = 0
@@ -62,7 +62,8 @@ class StreamedSource(CheckpointSource):
     def _fill_columns(self, target: torch.Tensor, part: Part, source: FileRange) -> None:
         """Columns come from all over the file: the whole tensor is on the device for a moment."""
         whole = torch.empty(source.shape, dtype=source.dtype, device=target.device)
-        self._stream.wait(self._stream.fill(whole, source))
+        if source.size:
+            self._stream.wait(self._stream.fill(whole, source))
         part.take(whole, target)
 
     def finish(self) -> None:

@@ -17,7 +17,8 @@ class Part:
     """A checkpoint tensor: its key, the shape config.json gives it, and the fields that shape comes from.
 
     `module`: the linear layer, by its name in the checkpoint, whose weight [out, in] this is; None for other tensors.
-    `rows` and `columns`: what a tensor-parallel rank holds of its dimensions; None for all.
+    `rows` and `columns`: what a tensor-parallel rank holds of its dimensions; None for all. `whole`: the shape in the
+    whole model, where the checkpoint has the rank's share alone and `shape` is that.
     """
 
     key: str
@@ -26,6 +27,7 @@ class Part:
     module: str | None = None
     rows: Cut | None = None
     columns: Cut | None = None
+    whole: tuple[int, ...] | None = None
 
     @property
     def is_cut(self) -> bool:

@@ -19,7 +19,13 @@ from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import load_tiny, random_prompt, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
 
-BIASED = {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 56}
+BIASED = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 7,
+    "hidden_size": 56,
+}
 
 
 def load_streamed(folder, communicator: ThreadCommunicator) -> Decoder:

@@ -134,6 +134,11 @@ def test_embedding_reads_ids_in_order_or_by_slot(device, dtype, width):
     assert torch.equal(embedding(ids, weight, slots, out=out[1:8]), embedding_reference(ids, weight, slots))
     assert out[0].isnan().all()
     assert out[8].isnan().all()
+    for first in (0, 1, 17, 49, 60):  # a part of the rows
+        part = weight[first : first + 20] if first < 50 else weight[:1]
+        expected = embedding_reference(ids, part, slots, first)
+        assert torch.equal(embedding(ids, part, slots, first=first), expected)
+        assert torch.equal(embedding(ids, part, slots, first=first, out=out[1:8]), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2049), (5, 77)], ids=str)

@@ -102,6 +102,11 @@ def interpreted_rows() -> None:
             launch_embedding(ids, weight, slots, out[:, :columns])
             assert torch.equal(out[:, :columns], F.embedding(order, weight))
             assert out[:, columns:].isnan().all()
+            for first in (0, 1, 9):
+                launch_embedding(ids, weight[first : first + 8], slots, out[:, :columns], first)
+                expected = F.embedding(order, weight)
+                expected[(order < first) | (order >= first + 8)] = 0
+                assert torch.equal(out[:, :columns], expected)
         x, wide = torch.randn(3, columns).half(), torch.full((4, columns), torch.nan)
         launch_widen(x, wide[:3])
         assert torch.equal(wide[:3], x.float())
@@ -161,7 +166,9 @@ def test_the_others_compile_for_hopper():
     tables_kernel = compiled.pop("rotary_tables_kernel").asm["ptx"]
     assert waits_before_it_writes(tables_kernel)
     assert ".approx" not in tables_kernel, "angles are large: the precise sine is needed"
-    for name, kernel in compiled.items():
+    with compiled_launches() as of_a_part:
+        launch_embedding(ids, x, ids, x, 7)
+    for name, kernel in (*compiled.items(), *of_a_part.items()):
         check_compiled(name, kernel.asm["ptx"])
 
 
