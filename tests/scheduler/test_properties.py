@@ -34,10 +34,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 3, 20]),
         memory=st.fixed_dictionaries({"shares": st.booleans(), "prompt_cache": st.booleans(), "seed": st.integers()}),
         depth=st.integers(1, 2),
+        groups=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, max_model_len, **limits):
+    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, groups, max_model_len, **limits):
         spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
-        self.sim = Simulation(limits_of(max_model_len=max_model_len, **limits), spec, depth, **memory)
+        limits = limits_of(max_model_len=max_model_len, **limits)
+        self.sim = Simulation(limits, spec, depth, groups=groups, **memory)
 
     @rule(
         prompt=prompts,
