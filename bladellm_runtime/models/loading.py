@@ -11,8 +11,8 @@ from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.models.parallel import TensorParallel, rank_spec, rank_table
+from bladellm_runtime.models.decoder import Decoder, StageEnds
+from bladellm_runtime.models.parallel import TensorParallel
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.sources import CheckpointSource, DummySource, Source
 from bladellm_runtime.models.stream import TensorStream
@@ -40,7 +40,7 @@ def load_model(
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     whole = weight_table(spec)
-    table = whole if parallel is None else rank_table(spec, parallel.plan, parallel.communicator.rank)
+    table = whole if parallel is None else parallel.table(spec)
     model = _Model(folder, spec, table, device, dtype, parallel)
     if load_format == "dummy":
         config = folder / "config.json"
@@ -78,8 +78,8 @@ class _Model:
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
         if self.parallel is None:
             return Decoder(self.spec, weights)
-        communicator = self.parallel.communicator
-        return Decoder(rank_spec(self.spec, self.parallel.plan, communicator.rank), weights, communicator)
+        ends = StageEnds(self.parallel.is_first, self.parallel.is_last)
+        return Decoder(self.parallel.spec(self.spec), weights, self.parallel.communicator, ends)
 
 
 def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.dtype) -> None:
