@@ -1,4 +1,5 @@
-"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server`, `_quantize`, `_check` and `_bench`.
+"""The command line: `blade_llm COMMAND` and the entry points `blade_llm_server`, `_quantize`, `_split`, `_check`
+and `_bench`.
 
 Every command is a row of `COMMANDS`: dataclasses whose fields are its flags, and a function that takes one instance of
 each and returns the exit code. The function's module, and with it torch or fastapi, is imported only to run it. A name
@@ -124,6 +125,11 @@ COMMANDS = {
         "Quantize a model: fewer bits for its weights, calibrated layer by layer.",
         ("bladellm_tools.quantize.args:QuantizeArgs",),
         "bladellm_tools.quantize.command:run",
+    ),
+    "split": Command(
+        "Split a model into one folder a rank, and prove the folders to be the model.",
+        ("bladellm_tools.split.args:SplitArgs",),
+        "bladellm_tools.split.command:run",
     ),
     "check": Command(
         "Check this machine, and whether a model fits it.",
@@ -342,6 +348,11 @@ def server() -> NoReturn:
 def quantize() -> NoReturn:
     """`blade_llm_quantize`: `blade_llm quantize` under BladeLLM's name."""
     start(lambda program, arguments: run_command("quantize", program, arguments), "blade_llm_quantize")
+
+
+def split() -> NoReturn:
+    """`blade_llm_split`: `blade_llm split` under BladeLLM's name."""
+    start(lambda program, arguments: run_command("split", program, arguments), "blade_llm_split")
 
 
 def check() -> NoReturn:

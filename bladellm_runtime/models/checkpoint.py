@@ -32,6 +32,11 @@ class Checkpoint:
         self.index = index
         self._ranges: dict[str, FileRange] = {}
 
+    @property
+    def paths(self) -> list[Path]:
+        """The safetensors files."""
+        return sorted(self._handles)
+
     def check(self, table: WeightTable, spec: ModelSpec) -> Schemes:
         """The schemes of the linear layers that are quantized.
 
@@ -54,6 +59,10 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.files[key]}: {key} cannot be read: {error}") from error
         return tensor
+
+    def view(self, key: str) -> Any:
+        """One tensor to slice without reading the rest of it, as `safe_open` gives it."""
+        return self._handles[self.files[key]].get_slice(key)
 
     def locate(self, key: str) -> FileRange:
         """Where one tensor lies in its file."""
@@ -79,7 +88,7 @@ class Checkpoint:
         return key.endswith(".bias") and key.removesuffix(".bias") in schemes and not bool(self.read(key).any())
 
     def _check_tensor(self, key: str, expected: Expected) -> None:
-        view = self._handles[self.files[key]].get_slice(key)
+        view = self.view(key)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype not in expected.dtypes:
             types = ", ".join(expected.dtypes)

@@ -1,20 +1,23 @@
 """From a model folder to a decoder: safetensors streamed into fused parameters, or random weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
 
+from bladellm_runtime.distributed.manifest import is_split
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.build import WeightBuilder
-from bladellm_runtime.models.checkpoint import open_checkpoint
+from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder, StageEnds
-from bladellm_runtime.models.parallel import TensorParallel
+from bladellm_runtime.models.parallel import TensorParallel, make_plan, share_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
+from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
 from bladellm_runtime.models.sources import CheckpointSource, DummySource, Source
+from bladellm_runtime.models.split_folder import open_rank
 from bladellm_runtime.models.stream import TensorStream
 from bladellm_runtime.models.streamed import AHEAD_BYTES, StreamedSource
 from bladellm_runtime.models.weights import WeightTable, weight_table
@@ -48,12 +51,12 @@ def load_model(
         expected_tensors(spec, whole, schemes, config)
         scale_dtype = dtype if spec.quantization is None else spec.quantization.scale_dtype(spec.dtype)
         return model.build(DummySource(whole, seed, scale_dtype), schemes)
+    if is_split(folder):
+        make_plan(folder, spec, *model.degrees)  # refuses other degrees
+        with open_rank(folder, *model.place) as shares:
+            return replace(model, table=share_table(table)).read(shares.stored, shares.check(whole, spec), shares)
     with open_checkpoint(folder) as checkpoint:
-        schemes = checkpoint.check(whole, spec)
-        if device.type == "cpu":
-            return model.build(CheckpointSource(checkpoint, spec.quantization), schemes)
-        with TensorStream(device) as stream:
-            return model.build(StreamedSource(checkpoint, spec.quantization, stream, table, schemes), schemes)
+        return model.read(checkpoint, checkpoint.check(whole, spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,26 @@ class _Model:
     device: torch.device
     dtype: torch.dtype
     parallel: TensorParallel | None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Stage and tensor-parallel rank."""
+        return (0, 0) if self.parallel is None else (self.parallel.stage, self.parallel.rank)
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Tensor-parallel ranks and pipeline stages."""
+        plan = None if self.parallel is None else self.parallel.plan
+        return (1, 1) if plan is None else (plan.tensor_parallel_size, plan.pipeline_parallel_size)
+
+    def read(self, checkpoint: Checkpoint, schemes: Schemes, shares: RankCheckpoint | None = None) -> Decoder:
+        """The decoder of a checkpoint that has been checked."""
+        quantization = self.spec.quantization
+        if self.device.type == "cpu":
+            return self.build(CheckpointSource(checkpoint, quantization, shares), schemes)
+        with TensorStream(self.device) as stream:
+            source = StreamedSource(checkpoint, quantization, stream, self.table, schemes, shares)
+            return self.build(source, schemes)
 
     def build(self, source: Source, schemes: Schemes) -> Decoder:
         """The decoder of what the source gives. Raises `CheckpointError` where it cannot fit."""

@@ -8,8 +8,10 @@ import torch
 
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.checkpoint import Checkpoint
+from bladellm_runtime.models.cutting import unpack_share
+from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
 from bladellm_runtime.models.weights import Part, WeightTable
-from bladellm_runtime.quantization.cutting import take_inputs, take_outputs
+from bladellm_runtime.quantization.cutting import pad_inputs, take_inputs, take_outputs
 from bladellm_runtime.quantization.format import CheckpointFormat
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_runtime.quantization.weight import QuantizedWeight
@@ -34,11 +36,14 @@ class Source(Protocol):
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint that has been checked."""
+    """The tensors of a checkpoint that has been checked. shares: where it is a rank's, what it has of the whole."""
 
-    def __init__(self, checkpoint: Checkpoint, quantization: CheckpointFormat | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, quantization: CheckpointFormat | None, shares: RankCheckpoint | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._quantization = quantization
+        self._shares = shares
 
     def fill(self, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
         """Copy each tensor to its rows, cast on the way."""
@@ -62,7 +67,12 @@ class CheckpointSource:
     def _unpack(self, part: Part, scheme: Scheme, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
         """The whole of what the checkpoint has of a quantized layer."""
         rows, columns = part.shape
-        return self._format.unpack(scheme, rows, columns, tensors)
+        if self._shares is None:
+            return self._format.unpack(scheme, rows, columns, tensors)
+        cut, packing = self._shares.linear(part.module or ""), self._shares.packing(part.module or "")
+        assert cut is not None, "every linear layer of a decoder is cut"
+        assert packing is not None, "its scheme was found in the same tensors"
+        return unpack_share(self._format, packing, cut, (rows, columns), tensors)
 
     @property
     def _format(self) -> CheckpointFormat:
@@ -137,7 +147,10 @@ def held_weight(weight: QuantizedWeight, part: Part) -> QuantizedWeight:
     device = weight.codes.device
     if part.rows is not None:
         weight = take_outputs(weight, part.rows.index(device))
-    return weight if part.columns is None else take_inputs(weight, part.columns.index(device))
+    if part.columns is None:
+        return weight
+    inputs = part.columns.index(device)
+    return take_inputs(weight, inputs) if part.whole is None else pad_inputs(weight, inputs)
 
 
 def zero_weight(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedWeight:

@@ -9,6 +9,7 @@ import torch
 from bladellm_runtime.models.checkpoint import Checkpoint
 from bladellm_runtime.models.quantized import Schemes
 from bladellm_runtime.models.ranges import FileRange
+from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
 from bladellm_runtime.models.sources import CheckpointSource, stored_keys
 from bladellm_runtime.models.stream import TensorStream
 from bladellm_runtime.models.weights import Part, WeightTable
@@ -30,8 +31,9 @@ class StreamedSource(CheckpointSource):
         stream: TensorStream,
         table: WeightTable,
         schemes: Schemes,
+        shares: RankCheckpoint | None = None,
     ) -> None:
-        super().__init__(checkpoint, quantization)
+        super().__init__(checkpoint, quantization, shares)
         self._stream = stream
         self._pieces: list[Future[None]] = []
         quantized = (part for row in table.values() for part in row if part.module in schemes and 0 not in part.shape)

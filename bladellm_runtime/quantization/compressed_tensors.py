@@ -126,9 +126,10 @@ class CompressedTensors(CheckpointFormat):
         return (stored, scale, zeros, *extras, *_input_tensors(scheme, dtype))
 
     def unpack(self, scheme: Scheme, rows: int, columns: int, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        storage, groups = self._storage(scheme), scheme.groups(columns)
+        storage, scales = self._storage(scheme), check_finite("weight_scale", tensors["weight_scale"])
+        groups = scales.shape[1] if scales.dim() == 2 else 1
         _check_shape(rows, columns, tensors)
-        scales = check_finite("weight_scale", tensors["weight_scale"]).reshape(-1, groups).expand(rows, groups)
+        scales = scales.reshape(-1, groups).expand(rows, groups)
         codes = _unpack_codes(scheme, storage, columns, tensors)
         zeros = _unpack_zeros(scheme, storage, rows, tensors)
         order = _unpack_order(tensors, groups)

@@ -39,7 +39,7 @@ def unpack(packed: torch.Tensor, bits: int, dim: int, count: int) -> torch.Tenso
     if dim == 0:
         return unpack(packed.t(), bits, 1, count).t()
     _check_bits(bits)
-    codes = _flat(packed).view(torch.uint8).view(len(packed), -1)
+    codes = _flat(packed).view(torch.uint8).view(len(packed), 4 * packed.shape[1])
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
     return codes[:, :count]

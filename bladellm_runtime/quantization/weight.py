@@ -14,8 +14,9 @@ class QuantizedWeight:
 
     codes: uint8 [N, K], or float8_e4m3fn [N, K] of an fp8 scheme. scales: floating point [N, G], of the type they are
     stored in. zeros: uint8 [N, G], None where the scheme is symmetric. order: int64 [K], None for the natural one;
-    column k of `codes` multiplies input `order[k]` (GPTQ with a scrambled g_idx, its columns sorted by group). A part
-    of a weight (`cutting.take_inputs`) may have columns of zeros, of any input, and none for inputs that are always 0.
+    column k of `codes` multiplies input `order[k]` (GPTQ with a scrambled g_idx, its columns sorted by group). A layer
+    can have fewer than K inputs: columns that fill up a group are 0 and multiply an input that another one has too. Or
+    more: inputs without a column are always 0 (the padding of `cutting.take_inputs`).
     input_scale: the static scale of the input, None where it is dynamic or absent.
     """
 
@@ -44,7 +45,8 @@ class QuantizedWeight:
         weight = (values * self.scales.float().unsqueeze(2)).view(self.rows, self.columns)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        inputs = int(self.order.max()) + 1
+        return weight.new_zeros(self.rows, inputs).index_add_(1, self.order, weight)
 
 
 def can_stack(parts: Sequence[QuantizedWeight]) -> bool:

@@ -106,6 +106,11 @@ class PlanSender:
         with self._lock:
             return self._receive_all()
 
+    def reaches(self, rank: int) -> bool:
+        """Whether a rank that has reported is still connected."""
+        with self._lock:
+            return self._answer(_name(rank) + PULSE, ALIVE)
+
     def end(self) -> None:
         """Send no more orders, and tell the ranks, as far as they can be reached, that the group has ended."""
         self._ended = True
@@ -150,12 +155,14 @@ class PlanSender:
             if name.endswith(PULSE):
                 self._answer(name, ALIVE)
 
-    def _answer(self, name: bytes, answer: bytes) -> None:
+    def _answer(self, name: bytes, answer: bytes) -> bool:
+        """Whether there was anybody to answer."""
         try:
             self._socket.send(name, zmq.SNDMORE | zmq.NOBLOCK)
             self._socket.send(answer, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.debug("%r was not told: %s", name, error.strerror)
+            return error.errno != errno.EHOSTUNREACH
+        return True
 
 
 class PlanReceiver:

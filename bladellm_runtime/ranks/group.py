@@ -196,9 +196,11 @@ class Ranks:
                 )
         return None
 
-    def _exits(self) -> dict[int, int]:
+    def _exits(self) -> dict[int, int | None]:
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: code for rank, code in codes.items() if code is not None}
+        ended: dict[int, int | None] = {rank: code for rank, code in codes.items() if code is not None}
+        remote = (rank for rank in self._dog.pulsing if rank not in codes)
+        return ended | {rank: None for rank in remote if not self._channel.reaches(rank)}
 
     def _fail(self, verdict: str) -> None:
         self.failure = f"the engine stopped: {verdict}"

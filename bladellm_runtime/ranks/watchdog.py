@@ -15,10 +15,12 @@ STARTING_SECONDS = 180.0
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of a rank. greeted: whether it has said hello; heard: when it last reported; begun, done and
-    on_device: of its last pulse; moved: when the numbers last changed or there was nothing to be late with."""
+    """What is known of a rank. greeted, pulsed: whether it has said hello, and sent a pulse. heard: when it last
+    reported. begun, done, on_device: of its last pulse. moved: when the numbers last changed or there was nothing to be
+    late with."""
 
     greeted: bool = False
+    pulsed: bool = False
     heard: float | None = None
     begun: int = 0
     done: int = 0
@@ -41,6 +43,11 @@ class Watchdog:
         """Whether the engine is ready."""
 
     @property
+    def pulsing(self) -> list[int]:
+        """Ranks that have reported how far they are."""
+        return [rank for rank, state in self._states.items() if state.pulsed]
+
+    @property
     def missing(self) -> list[int]:
         """Ranks that have not said hello yet."""
         return [rank for rank, state in self._states.items() if not state.greeted]
@@ -55,17 +62,17 @@ class Watchdog:
             case RankFailed():
                 state.failed = state.failed or report
             case Pulse(_, begun, done, on_device):
-                state.on_device = on_device
+                state.pulsed, state.on_device = True, on_device
                 if (begun, done) != (state.begun, state.done):
                     state.begun, state.done, state.moved = begun, done, now
             case Hello():
                 state.greeted, state.moved = True, now
 
-    def trouble(self, exits: Mapping[int, int]) -> bool:
-        """Whether a rank has said that it ends, or has. exits: exit codes by rank."""
+    def trouble(self, exits: Mapping[int, int | None]) -> bool:
+        """Whether a rank has said that it ends, or has. exits: exit codes by rank, None for a connection that ended."""
         return bool(exits) or any(state.failed for state in self._states.values())
 
-    def verdict(self, now: float, sent: int, done: int, exits: Mapping[int, int]) -> str | None:
+    def verdict(self, now: float, sent: int, done: int, exits: Mapping[int, int | None]) -> str | None:
         """What is wrong, or None. sent, done: orders that rank 0 has sent and finished.
 
         A rank's own reason comes before those of others that only miss it.
@@ -73,7 +80,7 @@ class Watchdog:
         failed = {rank: state.failed for rank, state in self._states.items() if state.failed is not None}
         own = [report for report in failed.values() if report.own]
         for rank, code in exits.items():
-            if code < 0:
+            if code is not None and code < 0:
                 return f"rank {rank} was killed by signal {-code}"
         if own:
             return f"rank {own[0].rank}: {own[0].message}"
@@ -83,7 +90,7 @@ class Watchdog:
         for report in failed.values():
             return f"rank {report.rank}: {report.message}"
         for rank, code in exits.items():
-            return f"rank {rank} exited with {code}"
+            return f"rank {rank} is gone" if code is None else f"rank {rank} exited with {code}"
         return None
 
     def _hangs(self, state: RankState, now: float, sent: int, done: int) -> str | None:

@@ -18,10 +18,12 @@ BLOCK = 64
 class QuantizeArgs:
     """What to quantize, how, and with which data."""
 
-    model: str = flag("", "Model folder, Hugging Face hub id, or modelscope:org/name; floating point.", group="Model")
+    model: str = flag(
+        "", "Model folder, whole or split, hub id, or modelscope:org/name; floating point.", group="Model"
+    )
     output_dir: str = flag("", "Folder for the result; it must not exist, or be empty.", group="Model")
     tensor_parallel_size: int = flag(
-        1, "GPUs the result will be served on or split for; the group size is checked against it.",
+        1, "GPUs the result will be served on, each with an equal part; of a split --model its number of ranks.",
         group="Model", low=1, high=1024, names=("-tp",),
     )  # fmt: skip
     experimental_pad: bool = flag(

@@ -19,7 +19,9 @@ from bladellm_tools.quantize.pipeline.output import staging_root
 from bladellm_tools.quantize.pipeline.run import quantize_model
 from bladellm_tools.quantize.preparation import Preparation, algorithm_of, prepare
 from bladellm_tools.quantize.progress import watching
+from bladellm_tools.quantize.split_output import WHOLE, is_finished, split_whole
 from bladellm_tools.quantize.summary import plan_lines, result_lines
+from bladellm_tools.split.command import result_lines as split_lines
 
 INTERRUPTED = 130
 
@@ -32,14 +34,18 @@ def run(args: QuantizeArgs) -> int:
     if plan.calibration is not None and plan.calibration.warning is not None:
         warn(plan.calibration.warning)
     try:
-        with explained(_out_of_memory(args)):
-            job = with_alpha(args, plan)
-            with watching() as progress:
-                result = quantize_model(job, progress)
+        if plan.degrees is None or not is_finished(plan.job):
+            with explained(_out_of_memory(args)):
+                job = with_alpha(args, plan)
+                with watching() as progress:
+                    result = quantize_model(job, progress)
+            print("\n".join(result_lines(plan, result)), flush=True)
+        if plan.degrees is not None:
+            split = split_whole(plan.job.output, plan.output, plan.degrees)
+            print("\n".join(split_lines(split)), flush=True)
     except KeyboardInterrupt:
         fail(interruption(plan.job.output))
         return INTERRUPTED
-    print("\n".join(result_lines(plan, result)), flush=True)
     if evaluation is None:
         return 0
     return measure(evaluation)
@@ -77,7 +83,7 @@ def warn(text: str) -> None:
 
 def interruption(output: Path) -> str:
     """What Ctrl-C leaves behind."""
-    if not staging_root(output).exists():
+    if not staging_root(output).exists() and not output.name.endswith(WHOLE):
         return "interrupted"
     return "interrupted; the finished layers are kept, and the same command with --resume goes on from there"
 

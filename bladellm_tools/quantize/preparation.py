@@ -32,6 +32,7 @@ from bladellm_tools.quantize.shapes import (
     pad_multiple,
     padded,
 )
+from bladellm_tools.quantize.split_output import Degrees, degrees_of, whole_output
 
 NO_SETTINGS = frozenset(
     {"output_dir", "device", "num_gpus", "batch_size", "cpu_offload", "resume", "report", "report_data"}
@@ -41,7 +42,10 @@ NO_SETTINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A job, and what its plan says. `spec` counts the padding; bytes are those of the float model's safetensors."""
+    """A job, and what its plan says. `spec` counts the padding; bytes are those of the float model's safetensors.
+
+    `output`: the folder for the result; that of the job is another one where the result is split by `degrees`.
+    """
 
     job: QuantizeJob
     combination: Combination
@@ -49,6 +53,8 @@ class Preparation:
     layers: list[Linear]
     calibration: Calibration | None
     model_bytes: int
+    output: Path
+    degrees: Degrees | None
 
 
 def prepare(args: QuantizeArgs) -> Preparation:
@@ -59,17 +65,18 @@ def prepare(args: QuantizeArgs) -> Preparation:
         raise ConfigError("--output_dir is missing; give a folder for the result")
     combination = combine(args)
     folder = resolve_model(args.model)
+    degrees = degrees_of(args, folder)
     output = find_output(args, folder)
     multiple = pad_multiple(combination.scheme, args.tensor_parallel_size) if args.experimental_pad else None
     with open_float_model(folder) as model:
         stored, model_bytes = model.spec, model.bytes
     spec = dataclasses.replace(stored, intermediate_size=padded(stored, multiple))
-    layers = check_shapes(args, combination, spec)
+    layers = check_shapes(args, combination, spec, equal=degrees is None)
     devices = pick_devices(args)
     calibration = read_calibration(args, combination, folder, spec)
     job = QuantizeJob(
         model=folder,
-        output=output,
+        output=output if degrees is None else whole_output(output, folder, args.resume),
         scheme=combination.scheme,
         format=combination.format,
         algorithm=algorithm_of(args, spec, args.alpha),
@@ -86,7 +93,7 @@ def prepare(args: QuantizeArgs) -> Preparation:
         resume=args.resume,
         settings=settings_of(args),
     )
-    return Preparation(job, combination, spec, layers, calibration, model_bytes)
+    return Preparation(job, combination, spec, layers, calibration, model_bytes, output, degrees)
 
 
 def algorithm_of(args: QuantizeArgs, spec: ModelSpec, alpha: float | None) -> AlgorithmMaker:
@@ -121,9 +128,12 @@ def find_output(args: QuantizeArgs, model: Path) -> Path:
     return output
 
 
-def check_shapes(args: QuantizeArgs, combination: Combination, spec: ModelSpec) -> list[Linear]:
-    """The layers to quantize. Raises `ConfigError` where the groups, the GPUs or the format do not fit them."""
-    degree = args.tensor_parallel_size
+def check_shapes(args: QuantizeArgs, combination: Combination, spec: ModelSpec, equal: bool) -> list[Linear]:
+    """The layers to quantize. Raises `ConfigError` where the groups, the GPUs or the format do not fit them.
+
+    equal: GPUs get equal parts, as engines want that do not know a plan.
+    """
+    degree = args.tensor_parallel_size if equal else 1
     if degree > 1:
         check_degree(spec, degree, args.experimental_pad)
     selection = select(spec, args.ignore)

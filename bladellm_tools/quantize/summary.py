@@ -46,7 +46,7 @@ def result_lines(plan: Preparation, result: QuantizeResult) -> list[str]:
     fallen = [module for module in result.modules if module.fallback]
     share = result.bytes_after / max(result.bytes_before, 1)
     rows = [
-        ("output", str(result.output)),
+        ("output", str(plan.output)),
         ("size", f"{gib(result.bytes_before)} before, {gib(result.bytes_after)} after ({share:.0%})"),
         ("bits per weight", f"{bits_per_weight(plan, result):.2f} over the whole model"),
         ("quantized", f"{len(quantized):,} of {len(result.modules):,} linear layers"),
@@ -56,7 +56,7 @@ def result_lines(plan: Preparation, result: QuantizeResult) -> list[str]:
     lines += _errors(quantized)
     lines += _listed("Left in floating point", [(module.module, _error(module)) for module in fallen])
     lines += _listed("Notes", [(module.module, one_line(module.note or "")) for module in quantized if module.note])
-    return [*lines, f"Serve it with: blade_llm_server --model {result.output}"]
+    return [*lines, f"Serve it with: blade_llm_server --model {plan.output}"]
 
 
 def bits_per_weight(plan: Preparation, result: QuantizeResult) -> float:

@@ -1,20 +1,25 @@
 """What a rank holds: of every parameter the right part, streamed or not, and no more than that."""
 
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import torch
 
+from bladellm_runtime.distributed.manifest import is_split
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.cut import make_cut
 from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.models.parallel import rank_spec, rank_table
+from bladellm_runtime.models.parallel import rank_spec, rank_table, share_table
+from bladellm_runtime.models.split_folder import open_rank
 from bladellm_runtime.models.stream import TensorStream
 from bladellm_runtime.models.streamed import StreamedSource
-from tests.distributed.models import CPU, load_rank, plan_of, run_prompts
+from bladellm_runtime.models.weights import weight_table
+from bladellm_tools.split.splitting import split_model
+from tests.distributed.ranks import CPU, load_rank, plan_of, run_prompts
 from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import load_tiny, random_prompt, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
@@ -29,26 +34,40 @@ BIASED = {
 
 
 def load_streamed(folder, communicator: ThreadCommunicator) -> Decoder:
-    """Loading to a CPU the way it goes to a GPU, in small pieces."""
-    spec, plan = read_model_spec(folder), plan_of(folder, communicator.size)
-    table = rank_table(spec, plan, communicator.rank)
-    with open_checkpoint(folder) as checkpoint, TensorStream(CPU, 2, piece_bytes=512) as stream:
-        schemes = checkpoint.check(rank_table(spec, plan, 0), spec)
-        source = StreamedSource(checkpoint, spec.quantization, stream, table, schemes)
+    """Loading to a CPU the way it goes to a GPU, in small pieces; of a split folder too."""
+    spec, plan, rank = read_model_spec(folder), plan_of(folder, communicator.size), communicator.rank
+    table = rank_table(spec, plan, rank)
+    with ExitStack() as stack:
+        stream = stack.enter_context(TensorStream(CPU, 2, piece_bytes=512))
+        if is_split(folder):
+            shares = stack.enter_context(open_rank(folder, 0, rank))
+            table, schemes = share_table(table), shares.check(weight_table(spec), spec)
+            source = StreamedSource(shares.stored, spec.quantization, stream, table, schemes, shares)
+        else:
+            checkpoint = stack.enter_context(open_checkpoint(folder))
+            schemes = checkpoint.check(weight_table(spec), spec)
+            source = StreamedSource(checkpoint, spec.quantization, stream, table, schemes)
         weights = WeightBuilder(source, schemes, CPU, torch.float32).build(table)
-    return Decoder(rank_spec(spec, plan, communicator.rank), weights, communicator)
+    return Decoder(rank_spec(spec, plan, rank), weights, communicator)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("degree", [2, 3, 6])
 @pytest.mark.parametrize("name", [None, "w4 g16 asymmetric"])
-def test_streamed_tensors_are_the_same(name, degree, tmp_path):
+def test_streamed_tensors_are_the_same(name, degree, split, tmp_path):
+    """Six ranks: some without inner channels and words."""
+    folder = tmp_path / "model"
     if name is None:
-        save_tiny(tmp_path, "llama", **BIASED)
+        save_tiny(folder, "llama", **BIASED, intermediate_size=5)
     else:
-        Tiny(tmp_path, plan("gptq", SCHEMES[name], (), scrambled=True), scrambled=("_proj",))
+        config = plan("gptq", SCHEMES[name], (), scrambled=True)
+        Tiny(folder, config, scrambled=("_proj",), intermediate_size=16 if degree == 6 else 64)
+    if split:
+        split_model(folder, tmp_path / "split", (degree, 1))
+        folder = tmp_path / "split"
     prompts = [random_prompt(9), random_prompt(15)]
-    mapped = run_ranks(degree, lambda group: run_prompts(load_rank(tmp_path, group), prompts))
-    streamed = run_ranks(degree, lambda group: run_prompts(load_streamed(tmp_path, group), prompts))
+    mapped = run_ranks(degree, lambda group: run_prompts(load_rank(folder, group), prompts))
+    streamed = run_ranks(degree, lambda group: run_prompts(load_streamed(folder, group), prompts))
     for one, other in zip(itertools.chain(*mapped), itertools.chain(*streamed), strict=True):
         assert torch.equal(one, other)
 

@@ -6,8 +6,8 @@ import torch
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.quantization.scheme import Scheme
-from tests.distributed.models import CPU, load_rank, plan_of, run_on_threads, run_prompts
 from tests.distributed.processes import run_processes
+from tests.distributed.ranks import CPU, load_rank, plan_of, run_on_threads, run_prompts
 from tests.models.harness import load_tiny, random_prompt, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, STORED, Tiny, plan
 

@@ -12,6 +12,7 @@ ENTRY_POINTS = {
     "blade_llm": "main",
     "blade_llm_server": "server",
     "blade_llm_quantize": "quantize",
+    "blade_llm_split": "split",
     "blade_llm_check": "check",
     "blade_llm_bench": "bench",
 }

@@ -31,7 +31,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 def fingerprint_of(job: QuantizeJob, model: FloatModel, algorithm: str) -> Fingerprint:
     """All that decides the result."""
-    parts = {f"model file {path.name}": weight_file_digest(path) for path in model.files}
+    parts = {f"model file {path.relative_to(model.folder)}": weight_file_digest(path) for path in model.files}
     parts["model file config.json"] = digest((model.folder / "config.json").read_bytes())
     parts["calibration data"] = windows_digest(job.windows)
     parts["version of BladeLLM Open"] = bladellm_runtime.__version__

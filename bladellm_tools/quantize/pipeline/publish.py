@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from bladellm_runtime.distributed.manifest import MANIFEST_FILE
 from bladellm_runtime.models.checkpoint import INDEX_FILE
 from bladellm_runtime.models.folder import file_in
 from bladellm_tools.quantize.job import ModuleReport, QuantizeJob
@@ -19,7 +20,7 @@ REPORT = "quantize_report.json"
 COPIED = (".json", ".jinja", ".txt")
 """Endings of the small files that go along: tokenizer, chat template, generation defaults. Never code or pickles."""
 COPIED_NAMES = ("tokenizer.model",)
-NOT_COPIED = ("config.json", REPORT, "evaluation.json")
+NOT_COPIED = ("config.json", REPORT, "evaluation.json", MANIFEST_FILE)
 
 
 def small_files(folder: Path) -> list[Path]:

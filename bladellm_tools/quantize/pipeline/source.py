@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from bladellm_runtime.errors import CheckpointError
-from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
+from bladellm_runtime.models.checkpoint import Checkpoint
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.folder import file_in, read_json
+from bladellm_runtime.models.split_folder import open_whole
 from bladellm_runtime.models.weights import weight_table
 from bladellm_tools.quantize.algorithms.layer import LayerWeights
 
@@ -29,7 +30,7 @@ class FloatModel:
         self.config = read_json(file_in(folder, "config.json"))
         stored = read_model_spec(folder)
         self.spec = dataclasses.replace(stored, intermediate_size=inner)
-        self.files = sorted(set(checkpoint.files.values()))
+        self.files = checkpoint.paths
         self._stored_inner = stored.intermediate_size
         self._checkpoint = checkpoint
         self._pin = pin
@@ -100,7 +101,7 @@ class FloatModel:
 
 @contextmanager
 def open_float_model(folder: Path, pad_multiple: int | None = None, pin: bool = False) -> Iterator[FloatModel]:
-    """Open a model folder and check it against its config.
+    """Open a model folder, be it a split one, and check it against its config.
 
     pad_multiple: the MLP's inner size is padded with zeros to a multiple of it, which changes no output. pin: layers
     are read into pinned memory, for devices to copy from. Raises `CheckpointError` for a folder that cannot be loaded
@@ -108,7 +109,7 @@ def open_float_model(folder: Path, pad_multiple: int | None = None, pin: bool = 
     """
     _refuse_quantized(folder, read_json(file_in(folder, "config.json")))
     spec = read_model_spec(folder)
-    with open_checkpoint(folder) as checkpoint:
+    with open_whole(folder) as checkpoint:
         for key, file in checkpoint.files.items():
             if key.endswith(QUANTIZED_SUFFIXES):
                 raise CheckpointError(

@@ -1,0 +1,1 @@
+"""`blade_llm split`: cut a model into one folder a rank, and prove that the folders are the model."""

@@ -1,0 +1,1 @@
+"""Tests of what ranks tell each other."""

@@ -1,0 +1,179 @@
+"""Step plans arrive as they were sent, all of them and in order, and only where they may."""
+
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.shared_reads import PrefixGroup
+from bladellm_runtime.ranks import channel
+from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver, PlanSender, Secret
+from bladellm_runtime.ranks.messages import (
+    CloseRank,
+    Hello,
+    Pulse,
+    RankReport,
+    RunStep,
+    Serve,
+    encode,
+    read_step,
+    step_message,
+)
+from bladellm_runtime.ranks.pulse import Pulses
+from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from tests.support.live import until
+
+ROUNDS = 200
+
+
+def some_numbers(count: int) -> list[int]:
+    return [random.randrange(2**31) for _ in range(count)]
+
+
+def some_operations() -> MemoryPlan:
+    views = [Show(3, 0, some_numbers(5), True), Hide(4, 2), Show(1, 7, [], False)]
+    moves = [Copy(*some_numbers(3)), SwapOut(*some_numbers(2)), SwapIn(*some_numbers(2))]
+    random.shuffle(views)
+    random.shuffle(moves)
+    return MemoryPlan(views[: random.randrange(4)], moves[: random.randrange(4)], [Show(9, 1, some_numbers(2), False)])
+
+
+def some_plan(step: int) -> StepPlan:
+    rows = random.randrange(1, 257)
+    params = SamplingParams(temperature=0.7, seed=-5, stop=("a",), logit_bias={3: 0.5}, logprobs=2, stop_token_ids=(1,))
+    load = SlotLoad(2, 1, some_numbers(random.randrange(1, 50)), 1, params, 3)
+    lists = [some_numbers(rows) for _ in range(4)]
+    samples = [random.random() < 0.5 for _ in range(rows)]
+    prefixes = (PrefixGroup((0, 1, 5), 8), PrefixGroup((2, 3), 40))
+    return StepPlan(step, [load], some_operations(), *lists, samples, random.randrange(rows + 1), prefixes)
+
+
+def a_place() -> str:
+    return f"ipc://{Path(tempfile.mkdtemp()) / 'plans'}"
+
+
+def free_port() -> str:
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    context.destroy(linger=0)
+    return f"tcp://127.0.0.1:{port}"
+
+
+def send_often(sender: PlanSender, plan: StepPlan, pause: float) -> None:
+    for _ in range(100_000):
+        sender.send(step_message(plan))
+        time.sleep(pause)
+
+
+def test_a_plan_arrives_as_it_was():
+    for step in range(ROUNDS):
+        plan = some_plan(step)
+        message = channel.decode_order(encode(channel.Numbered(step, step_message(plan))))
+        assert message.number == step
+        assert isinstance(message.order, RunStep)
+        found = read_step(message.order)
+        assert found == plan
+        for mine, own in zip(
+            found.memory.views + found.memory.moves, plan.memory.views + plan.memory.moves, strict=True
+        ):
+            assert type(mine) is type(own)
+
+
+@pytest.mark.parametrize("secret", [None, Secret(b"sixteen bytes and more")])
+def test_orders_reach_every_rank_in_order_and_reports_come_back(secret):
+    address = a_place() if secret is None else free_port()
+    ports = [PlanReceiver(address, rank, secret) for rank in (1, 2)]  # before there is anybody to connect to
+    sender = PlanSender(address, (1, 2), secret)
+    plans = [some_plan(step) for step in range(ROUNDS)]
+    for port in ports:
+        port.send(Hello(1, {"a": [1]}))
+    reports: list[RankReport] = []
+    until(lambda: len(reports.__iadd__(sender.reports())) == 2)
+    for plan in plans:
+        sender.send(step_message(plan))
+    for port in ports:
+        orders = [port.receive(5.0) for _ in plans]
+        assert [read_step(order) for order in orders if isinstance(order, RunStep)] == plans
+        assert port.receive(0.0) is None
+        port.close()
+    sender.close()
+
+
+def test_who_has_another_secret_is_not_heard_and_hears_nothing():
+    address = free_port()
+    sender = PlanSender(address, (1,), Secret(b"the secret of this group"))
+    strangers = [PlanReceiver(address, 1, secret) for secret in (None, Secret(b"another secret, as long"))]
+    for stranger in strangers:
+        stranger.send(Pulse(1, 5, 5, False))
+    time.sleep(0.3)
+    assert sender.reports() == []
+    port = PlanReceiver(address, 1, Secret(b"the secret of this group"))
+    sender.send(Serve())
+    assert port.receive(5.0) == Serve()
+    assert [stranger.receive(0.1) for stranger in strangers] == [None, None]
+    for end in (*strangers, port, sender):
+        end.close()
+
+
+def test_a_rank_that_takes_nothing_breaks_the_channel_and_not_the_memory(monkeypatch):
+    monkeypatch.setattr(channel, "SEND_PATIENCE", 0.2)
+    address = a_place()
+    sender, port = PlanSender(address, (1,)), PlanReceiver(address, 1)
+    with pytest.raises(ChannelBroken, match="rank 1 takes no orders"):
+        send_often(sender, StepPlan(0, slots=[0] * 2000), 0.0)
+    assert sender.sent < 5000
+    sender.end()
+    port.close()
+    sender.close()
+
+
+def test_a_rank_that_is_gone_breaks_the_channel_at_once_when_the_group_has_ended():
+    address = a_place()
+    sender, port = PlanSender(address, (1,)), PlanReceiver(address, 1)
+    sender.send(Serve())
+    assert port.receive(5.0) == Serve()
+    port.close()
+    sender.end()
+    started = time.monotonic()
+    with pytest.raises(ChannelBroken):
+        send_often(sender, StepPlan(0), 0.001)
+    assert time.monotonic() - started < 3.0
+    sender.close()
+
+
+def test_a_lost_order_is_noticed():
+    address = a_place()
+    sender, port = PlanSender(address, (1,)), PlanReceiver(address, 1)
+    sender.send(Serve())
+    assert port.receive(5.0) == Serve()
+    sender.sent += 1
+    sender.send(CloseRank())
+    with pytest.raises(ChannelBroken, match="order 1 was lost: 2 came instead"):
+        port.receive(5.0)
+    port.close()
+    sender.close()
+
+
+def test_pulses_say_how_far_a_rank_is_and_are_answered(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr("bladellm_runtime.ranks.pulse.PULSE_SECONDS", 0.02)
+    monkeypatch.setattr("bladellm_runtime.ranks.pulse.end_rank", lambda _: ended.set())
+    address = a_place()
+    sender, pulses = PlanSender(address, (1,)), Pulses(address, 1, None)
+    pulses.begun, pulses.done = 7, 5
+    pulses.start()
+    heard: list[RankReport] = []
+    until(lambda: heard.__iadd__(sender.reports()))
+    assert heard[-1] == Pulse(1, 7, 5, False)
+    assert not ended.is_set()
+    sender.end()
+    assert ended.wait(2.0)
+    pulses.close()
+    sender.close()
