@@ -16,7 +16,7 @@ from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
-from bladellm_runtime.engine.rank_place import RankPlace, make_plan
+from bladellm_runtime.engine.rank_place import RankPlace, plan_of
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
@@ -28,6 +28,7 @@ from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.ranks.group import Home, Ranks
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost
@@ -71,7 +72,7 @@ def build_group(
     args: EngineArgs, folder: Path, spec: ModelSpec, record: StartRecord, capture: Capture | None, home: Home
 ) -> Engine:
     """Start the other ranks, and be rank 0. Raises `UserError`, before any is started where that can be."""
-    make_plan(args, spec)
+    plan_of(args, folder, spec)
     ranks = Ranks(args, home)
     try:
         with ranks.guarded():
@@ -98,8 +99,9 @@ def make_engine(
     sharing = None
     if built.cascade is not None and runner.shared_rows:
         sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)
-    scheduler = Scheduler(limits, memory, sharing=sharing)
-    core = EngineCore(scheduler, runner, overlap=not args.disable_overlap)
+    overlap, count = not args.disable_overlap, args.micro_batches
+    scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
+    core = EngineCore(scheduler, runner, overlap=overlap, micro_batches=count)
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         with runner.without_mixed_graphs():
@@ -128,10 +130,11 @@ def pace_steps(
     cost: StepCost | None = None
     if target := target_tbt(args, device):
         cost = measure_step_cost(core, limits, kv_spec, sizes)
-        core.bound_steps(StepBound(target, cost))
+        # Between two tokens of a request every micro-batch has a step.
+        core.bound_steps(StepBound(target / args.micro_batches, cost))
         core.reset_prompt_cache()
         core.reset_counters()
-    if device.type == "cuda" and not args.disable_overlap:
+    if device.type == "cuda" and not args.disable_overlap and args.micro_batches == 1:
         core.timer = LaunchTimer(cost)
 
 

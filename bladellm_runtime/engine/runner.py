@@ -54,8 +54,8 @@ class ModelRunner:
     """Owns the model, the KV arena and the per-slot device state.
 
     `last_token` (int64, one a slot and one for padding) is how a step hands its tokens to the next one without the CPU
-    seeing them. As one stage of a pipeline it does the layers of its model, and only the last one samples: the results of
-    the others are empty.
+    seeing them. As one stage of a pipeline it does the layers of its model, and only the last one samples: the results
+    of the others are empty.
     """
 
     def __init__(
@@ -303,7 +303,8 @@ class ModelRunner:
         self._sampled.record()
         self._copies.wait_event(self._sampled)
         self._arena.join_moves(self._copies)
-        return self._copies.record_event()
+        done: torch.cuda.Event = self._copies.record_event()
+        return done
 
     def add_stats(self, stats: EngineStats) -> None:
         """Fill in what mapping KV memory took, and the kernels that had to be compiled in the middle of a step."""

@@ -155,7 +155,8 @@ class Decoder:
         tables = self.rotary(batch.positions)
         fuses = self.fuses(len(batch.positions))
         if not self.ends.last:
-            total = self._run(FusedStream if fuses else NormedStream, self.layers, batch, tables, self.norm).total
+            kind: type[FusedStream] | type[NormedStream] = FusedStream if fuses else NormedStream
+            total = self._run(kind, self.layers, batch, tables, self.norm).total
             return total if out is None else out.copy_(total)
         if fuses:
             return _logits(self._end().normed, self._run(FusedStream, self.layers, batch, tables, self.norm).norm, out)

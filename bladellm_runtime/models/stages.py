@@ -1,10 +1,32 @@
 """What a pipeline stage holds of a model: its layers, and what comes before the first or behind the last of all."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from bladellm_runtime.distributed.plan import ParallelPlan
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.weights import WeightTable
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """spec: of one stage; layers: how those of the model are shared out; to one stage without a pipeline."""
+
+    spec: ModelSpec
+    layers: tuple[range, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, plan: ParallelPlan | None) -> Self:
+        return cls(spec, (range(spec.layers),) if plan is None else plan.stages)
+
+    @property
+    def most_layers(self) -> int:
+        """Of the largest stage."""
+        return max(map(len, self.layers))
+
+    def all_share(self, whole: ModelSpec) -> bool:
+        """Whether every stage has a layer without a window, in which beginnings can be read once."""
+        return all(None in whole.windows[layers.start : layers.stop] for layers in self.layers)
 
 
 def stage_spec(spec: ModelSpec, plan: ParallelPlan, stage: int) -> ModelSpec:

@@ -47,7 +47,7 @@ class RankLaunch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def meeting_of(args: EngineArgs, folder: Path) -> Meeting:
-    """Between hosts at --dist_init_addr and the two ports behind it; on one host in a folder that only this user may enter.
+    """Between hosts at --dist_init_addr and the two ports behind it; on one host in a folder that is this user's alone.
 
     Raises `ConfigError` when the host's name is unknown.
     """

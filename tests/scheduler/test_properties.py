@@ -36,10 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
         groups=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, groups, max_model_len, **limits):
+    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, groups, max_model_len, **most):
         spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
-        limits = limits_of(max_model_len=max_model_len, **limits)
-        self.sim = Simulation(limits, spec, depth, groups=groups, **memory)
+        self.sim = Simulation(limits_of(max_model_len=max_model_len, **most), spec, depth, groups=groups, **memory)
 
     @rule(
         prompt=prompts,
