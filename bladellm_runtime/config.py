@@ -197,7 +197,6 @@ class EngineArgs:
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
                 raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
-        check_parallel(self)
 
     @property
     def world_size(self) -> int:
@@ -298,7 +297,7 @@ class ServingArgs(EngineArgs):
 
 
 def check_parallel(args: EngineArgs) -> None:
-    """Check the flags of ranks and hosts against each other. Raises `ConfigError`."""
+    """Check the flags of ranks and hosts against each other, before anything is started. Raises `ConfigError`."""
     nodes = args.nnodes
     if args.pipeline_parallel_size == 1 and args.pipeline_micro_batch is not None:
         raise ConfigError("--pipeline_micro_batch is for --pipeline_parallel_size 2 or more; leave it out")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from bladellm_runtime import __version__
-from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.config import ServingArgs, check_parallel
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
@@ -24,6 +24,7 @@ def run(args: ServingArgs) -> int:
     """Serve until told to stop; on other hosts than the first run its ranks. Returns the exit code."""
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
+    check_parallel(args)
     log_to_stderr(args.log_level, "server")
     started = time.monotonic()
     folder = resolve_model(args.model)

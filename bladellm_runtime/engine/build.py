@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.config import EngineArgs, check_parallel
 from bladellm_runtime.engine.build_runner import BuiltRunner, StartRecord, build_runner
 from bladellm_runtime.engine.cascade import sharing_rule
 from bladellm_runtime.engine.compile_kernels import keep_kernel_list
@@ -16,7 +16,7 @@ from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
-from bladellm_runtime.engine.rank_place import RankPlace, plan_of
+from bladellm_runtime.engine.rank_place import RankPlace
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
@@ -26,6 +26,7 @@ from bladellm_runtime.kv.factory import arena_kind
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.hub import resolve_model
+from bladellm_runtime.models.parallel import make_plan
 from bladellm_runtime.ranks.group import Home, Ranks
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
@@ -57,6 +58,7 @@ def build_engine(args: EngineArgs, capture: Capture | None = None, home: Home | 
     capture: how decode steps are captured; by default as CUDA graphs, and not at all on a CPU. home: what this process
     has for the other ranks.
     """
+    check_parallel(args)
     if args.node_rank:
         raise ConfigError(f"--node_rank {args.node_rank} has ranks only, and no engine; start it with blade_llm serve")
     record = StartRecord()
@@ -72,7 +74,7 @@ def build_group(
     args: EngineArgs, folder: Path, spec: ModelSpec, record: StartRecord, capture: Capture | None, home: Home
 ) -> Engine:
     """Start the other ranks, and be rank 0. Raises `UserError`, before any is started where that can be."""
-    plan_of(args, folder, spec)
+    make_plan(folder, spec, args.tensor_parallel_size, args.pipeline_parallel_size)
     ranks = Ranks(args, home)
     try:
         with ranks.guarded():

@@ -8,16 +8,10 @@ import torch
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.communicator import GroupCommunicator, connect, disconnect, make_communicator
 from bladellm_runtime.distributed.links import PipelineLinks, make_links
-from bladellm_runtime.distributed.plan import ParallelPlan
 from bladellm_runtime.engine.stage import PipelineStage, Stage
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import StageEnds
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
-
-
-def plan_of(args: EngineArgs, folder: Path, spec: ModelSpec) -> ParallelPlan:
-    """Who holds what of a model. Raises `ConfigError` for degrees that it cannot have."""
-    return make_plan(folder, spec, args.tensor_parallel_size, args.pipeline_parallel_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,9 @@ class RankPlace:
         """What this rank holds of a model and how it works with the others; None where it holds all."""
         if others is None:
             return None
-        return TensorParallel(plan_of(args, folder, spec), others.layer, self.rank // args.tensor_parallel_size)
+        degree = args.tensor_parallel_size
+        plan = make_plan(folder, spec, degree, args.pipeline_parallel_size)
+        return TensorParallel(plan, others.layer, self.rank // degree)
 
     def stage(self, args: EngineArgs, others: Others | None, ends: StageEnds, device: torch.device) -> Stage:
         """What the runner does together with other stages."""

@@ -15,6 +15,7 @@ from bladellm_runtime.wire.messages import AddRequest
 from tests.engine import reference
 from tests.engine.test_equality import TOKENS, assert_equal, token_bytes
 from tests.support.live import until
+from tests.tools.command import run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 WAYS = [
@@ -134,6 +135,19 @@ def test_requests_without_a_seed_get_the_same_on_all_ranks(demo_model):
 def test_flags_that_cannot_be(demo_model, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         LLM(str(demo_model), device="cpu", **options)
+
+
+@pytest.mark.slow
+def test_a_split_folder_answers_as_the_model_and_knows_its_degree(demo_model, tmp_path):
+    folder = tmp_path / "split"
+    done = run(
+        "blade_llm_split", "--model", str(demo_model), "--output_dir", str(folder), "--tensor_parallel_size", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert answers(folder, 3) == answers(demo_model, 1)
+    for degree in (1, 2):
+        with pytest.raises(ConfigError, match="is split for --tensor_parallel_size 3 --pipeline_parallel_size 1, not"):
+            answers(folder, degree)
 
 
 @pytest.mark.slow
