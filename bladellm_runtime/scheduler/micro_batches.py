@@ -39,10 +39,11 @@ class MicroBatches:
         self._in_flight.clear()
 
 
-def group_share(sizes: Sequence[int], waiting: int, slots: int) -> int:
-    """How many sequences a group may have, so that groups that take turns end up with as many each.
+def has_room(group: int, sizes: Sequence[int], waiting: int, slots: int) -> bool:
+    """Whether a group may have one more sequence, so that all groups end up with as many, or one less.
 
     sizes: running sequences of every group; waiting: those that want in. As long as something waits and a slot is free
-    some group is below it.
+    some group has room.
     """
-    return -(-min(sum(sizes) + waiting, slots) // len(sizes))
+    least, more = divmod(min(sum(sizes) + waiting, slots), len(sizes))
+    return sizes[group] < least + (sum(size > least for size in sizes) < more)

@@ -6,7 +6,7 @@ from itertools import chain
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.limits import SchedulerLimits
-from bladellm_runtime.scheduler.micro_batches import group_share
+from bladellm_runtime.scheduler.micro_batches import has_room
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
 from bladellm_runtime.scheduler.roster import Roster
@@ -70,12 +70,11 @@ class Planner:
         sizes = [0] * self._groups
         for seq in self._roster.running():
             sizes[seq.group] += 1
-        share = group_share(sizes, len(self._roster.waiting), len(self._roster.slots.owner))
-        return sizes[self._group] < share
+        return has_room(self._group, sizes, len(self._roster.waiting), len(self._roster.slots.owner))
 
-    def _let_in(self, now: float, ahead: bool = False) -> Sequence | None:
+    def _let_in(self, now: float) -> Sequence | None:
         """Let the head of the queue into the micro-batch that the step is for, if there is room for it."""
-        seq = self._roster.admit(now, ahead) if self._has_room() else None
+        seq = self._roster.admit(now) if self._has_room() else None
         if seq is not None:
             seq.group = self._group
         return seq
@@ -152,11 +151,14 @@ class Planner:
 
     def _admit_ahead(self, plan: StepPlan, now: float) -> None:
         """Let the head of the queue in although this step is full, if all that were let in before have a part in it:
-        its memory is mapped while the step runs, and the next one finds it there."""
+        its memory is mapped while the step runs, and the next one finds it there.
+
+        Not with several micro-batches: those behind it in the queue would begin before its turn comes.
+        """
         roster = self._roster
-        if not roster.waiting or any(seq.last_step < plan.step for seq in self._own(roster.prefilling)):
+        if self._groups > 1 or not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
             return
-        seq = self._let_in(now, ahead=True)
+        seq = roster.admit(now, ahead=True)
         if seq is not None:
             # Moves of this plan may write to its memory, which must not go to others before they are done.
             seq.last_step = plan.step

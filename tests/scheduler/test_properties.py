@@ -121,11 +121,11 @@ class TestSchedulerLong(SchedulerMachine.TestCase):
 
 
 def run_workload(
-    seed: int, depth: int, *, granules: int, budget: int, chunk: int
+    seed: int, depth: int, *, granules: int, budget: int, chunk: int, groups: int = 1
 ) -> tuple[list[list[RequestDelta]], int]:
     """Requests that arrive over time; returns what each got, and the preemptions it took."""
     draw = random.Random(seed)
-    sim = Simulation(limits_of(budget, chunk, 60), spec_of(3, granules, 6, 60), depth)
+    sim = Simulation(limits_of(budget, chunk, 60), spec_of(3, granules, 6, 60), depth, groups=groups)
     for _ in range(12):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))]
         sim.add(prompt, max_tokens=draw.randint(1, 30), ignore_eos=draw.random() < 0.7, logprobs=0, prompt_logprobs=0)
