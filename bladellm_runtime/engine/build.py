@@ -107,7 +107,7 @@ def make_engine(
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         with runner.without_mixed_graphs():
-            warm_up(core, limits, thorough=built.device.type == "cuda")
+            warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
         warm_up(core, limits, thorough=False)
     with record.times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)
