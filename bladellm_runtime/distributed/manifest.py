@@ -17,7 +17,7 @@ MAX_BYTES = 512 * 2**20
 MAX_RANKS = 4096
 
 
-class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `TensorCut` without its dimension, which is the same for all ranks."""
 
     ranges: tuple[tuple[int, int], ...] = ()

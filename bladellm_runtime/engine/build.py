@@ -74,7 +74,7 @@ def build_group(
     args: EngineArgs, folder: Path, spec: ModelSpec, record: StartRecord, capture: Capture | None, home: Home
 ) -> Engine:
     """Start the other ranks, and be rank 0. Raises `UserError`, before any is started where that can be."""
-    make_plan(folder, spec, args.tensor_parallel_size, args.pipeline_parallel_size)
+    make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
     ranks = Ranks(args, home)
     try:
         with ranks.guarded():

@@ -56,7 +56,7 @@ class RankPlace:
         if others is None:
             return None
         degree = args.tensor_parallel_size
-        plan = make_plan(folder, spec, degree, args.pipeline_parallel_size)
+        plan = make_plan(folder, degree, args.pipeline_parallel_size)
         return TensorParallel(plan, others.layer, self.rank // degree)
 
     def stage(self, args: EngineArgs, others: Others | None, ends: StageEnds, device: torch.device) -> Stage:

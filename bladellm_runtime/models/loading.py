@@ -52,7 +52,7 @@ def load_model(
         scale_dtype = dtype if spec.quantization is None else spec.quantization.scale_dtype(spec.dtype)
         return model.build(DummySource(whole, seed, scale_dtype), schemes)
     if is_split(folder):
-        make_plan(folder, spec, *model.degrees)  # refuses other degrees
+        make_plan(folder, *model.degrees)  # refuses other degrees
         with open_rank(folder, *model.place) as shares:
             return replace(model, table=share_table(table)).read(shares.stored, shares.check(whole, spec), shares)
     with open_checkpoint(folder) as checkpoint:

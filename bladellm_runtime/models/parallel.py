@@ -5,19 +5,19 @@ fewer, its rows of the q, k and v projections and its columns of the o projectio
 """
 
 from dataclasses import dataclass, replace
-from math import lcm
 from pathlib import Path
 
 from bladellm_runtime.distributed.communicator import Communicator
 from bladellm_runtime.distributed.manifest import is_split, read_manifest
-from bladellm_runtime.distributed.plan import ModelShape, ParallelPlan, RankCut, fitting_unit, shard
+from bladellm_runtime.distributed.plan import ParallelPlan, RankCut, shard
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.fields import Fields
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.cut import Cut, make_cut
-from bladellm_runtime.models.quantized import find_schemes
+from bladellm_runtime.models.cutting import describe_shape
+from bladellm_runtime.models.folder import file_in, read_json
 from bladellm_runtime.models.stages import stage_spec, stage_table
 from bladellm_runtime.models.weights import Part, WeightTable, weight_table
-from bladellm_runtime.quantization.awq import Awq
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +57,13 @@ class TensorParallel:
         return stage_table(own, self.plan, self.stage)
 
 
-def model_shape(spec: ModelSpec, degree: int) -> ModelShape:
-    """What the plan of a model for a tensor-parallel degree depends on: that of `cutting.describe`, from the config."""
-    schemes = find_schemes(spec, weight_table(spec), (), Path("config.json"))
-    of_mlp = {module: scheme for module, scheme in schemes.items() if ".mlp." in module}
-    group = lcm(*(one.group_size or 1 for module, one in of_mlp.items() if module.endswith(".down_proj")))
-    is_awq = spec.quantization is not None and spec.quantization.name == Awq.name
-    packing = lcm(*(8 if is_awq else 32 // scheme.bits for scheme in of_mlp.values()))
-    return ModelShape(
-        layers=spec.layers,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        mlp_unit=fitting_unit(spec.intermediate_size, degree, group, packing),
-    )
-
-
-def make_plan(folder: Path, spec: ModelSpec, degree: int, stages: int = 1) -> ParallelPlan:
-    """The plan for a tensor-parallel degree and a number of pipeline stages; of a split folder the one it was cut by.
-
-    Raises `ConfigError` for degrees that the model, or the folder, cannot have.
+def make_plan(folder: Path, degree: int, stages: int = 1) -> ParallelPlan:
+    """The plan of a model for a tensor-parallel degree and a number of pipeline stages; of a split folder the one it
+    was cut by. All ranks make the same. Raises `ConfigError` for degrees that the model, or the folder, cannot have.
     """
     if not is_split(folder):
-        return shard(model_shape(spec, degree), degree, stages)
+        file = file_in(folder, "config.json")
+        return shard(describe_shape(Fields(file, read_json(file)), degree), degree, stages)
     manifest = read_manifest(folder)
     made = (manifest.tensor_parallel_size, manifest.pipeline_parallel_size)
     if made != (degree, stages):

@@ -5,11 +5,10 @@ from pathlib import Path
 from bladellm_runtime.distributed.manifest import rank_folder
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.models.hub import resolve_model
+from bladellm_tools.console import gib
 from bladellm_tools.split.args import SplitArgs
 from bladellm_tools.split.splitting import Split, split_model
 from bladellm_tools.split.verify import verify
-
-GIB = 2**30
 
 
 def run(args: SplitArgs) -> int:
@@ -34,7 +33,7 @@ def prove(args: SplitArgs, folder: Path) -> int:
     proof = verify(folder, model)
     source = "the model it was split from" if model is None else str(model)
     print(
-        f"{folder}: {proof.tensors} tensors ({proof.bytes / GIB:.2f} GiB) of {proof.ranks} ranks are, byte for byte, "
+        f"{folder}: {proof.tensors} tensors ({gib(proof.bytes)}) of {proof.ranks} ranks are, byte for byte, "
         f"those of {source}; {proof.files} files are as they were written"
     )
     return 0
@@ -43,16 +42,14 @@ def prove(args: SplitArgs, folder: Path) -> int:
 def result_lines(split: Split) -> list[str]:
     """What was written: every rank's share, stage by stage."""
     plan = split.plan
-    lines = [f"{split.output}: {split.bytes_before / GIB:.2f} GiB in {split.bytes_after / GIB:.2f} GiB of ranks"]
+    lines = [f"{split.output}: {gib(split.bytes_before)} in {gib(split.bytes_after)} of ranks"]
     for stage, layers in enumerate(plan.stages):
         for rank, cut in enumerate(plan.ranks):
             lines.append(
                 f"  {rank_folder(stage, rank)}  layers {_shown(layers)}, query heads {_shown(cut.queries)}, KV heads "
                 f"{_shown(cut.kv_heads)}, {len(cut.mlp)} inner channels, {len(cut.vocab)} words"
             )
-    lines.append(
-        f"the largest rank holds {split.largest / GIB:.2f} GiB; prove them: blade_llm_split --verify {split.output}"
-    )
+    lines.append(f"the largest rank holds {gib(split.largest)}; prove them: blade_llm_split --verify {split.output}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from bladellm_runtime.distributed.communicator import Communicator
@@ -11,13 +12,15 @@ from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
 from tests.distributed.threads import run_ranks
-from tests.models.harness import Sequences
+from tests.models.harness import Sequences, random_prompt
 
 CPU = torch.device("cpu")
+LIMIT = 1e-4
+"""Of a logit, in float32."""
 
 
 def plan_of(folder: Path, degree: int) -> ParallelPlan:
-    return make_plan(folder, read_model_spec(folder), degree)
+    return make_plan(folder, degree)
 
 
 def load_rank(
@@ -42,3 +45,12 @@ def run_on_threads(folder: Path, degree: int, prompts: list[list[int]], **option
     for other in others:
         assert all(torch.equal(mine, one) for mine, one in zip(first, other, strict=True))
     return first
+
+
+def sampled(cases: list, sample: set) -> list:
+    """The cases, all but the sample marked as slow."""
+    return [case if case in sample else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def prompts() -> list[list[int]]:
+    return [random_prompt(length) for length in (19, 7, 12)]

@@ -12,13 +12,12 @@ from bladellm_runtime.layers.linear import Linear
 from bladellm_runtime.layers.parallel import RowParallelLinear
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan
-from tests.distributed.ranks import load_rank, run_prompts
+from tests.distributed.ranks import LIMIT, load_rank, run_prompts
 from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.engine.captured import Again
 from tests.models.harness import VOCAB, Sequences, random_prompt, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
 
-LIMIT = 1e-4
 MODELS = {
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),

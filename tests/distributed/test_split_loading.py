@@ -1,6 +1,5 @@
 """Ranks of split folders: they read their own files, and give what the unsplit model gives."""
 
-import json
 import shutil
 
 import pytest
@@ -8,15 +7,9 @@ import torch
 
 from bladellm_runtime.distributed.manifest import rank_folder
 from bladellm_runtime.errors import ConfigError
-from bladellm_runtime.fields import Fields
-from bladellm_runtime.models.checkpoint import open_checkpoint
-from bladellm_runtime.models.config import read_model_spec
-from bladellm_runtime.models.cutting import describe
-from bladellm_runtime.models.parallel import model_shape
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_tools.split.splitting import split_model
-from tests.distributed.ranks import load_rank, run_prompts
-from tests.distributed.test_tensor_parallel import LIMIT, prompts, sampled
+from tests.distributed.ranks import LIMIT, load_rank, prompts, run_prompts, sampled
 from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import load_tiny, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, STORED, Tiny, plan
@@ -87,16 +80,6 @@ def test_quantized_ranks_without_inner_channels_or_words(method, name, tmp_path)
     """16 channels and 104 words."""
     tiny = Tiny(tmp_path / "model", plan(method, SCHEMES[name], ()), "llama", intermediate_size=16)
     assert_as_unsplit(tiny, 6, tmp_path)
-
-
-@pytest.mark.parametrize(("method", "name"), STORED)
-def test_plans_from_the_config_are_those_of_the_split(method, name, tmp_path):
-    Tiny(tmp_path, plan(method, SCHEMES[name], ()), "llama", num_hidden_layers=1, intermediate_size=208)
-    spec, file = read_model_spec(tmp_path), tmp_path / "config.json"
-    with open_checkpoint(tmp_path) as checkpoint:
-        config = Fields(file, json.loads(file.read_text()))
-        for degree in range(1, 7):
-            assert model_shape(spec, degree) == describe(checkpoint, config, degree).shape
 
 
 def assert_as_unsplit(tiny: Tiny, degree: int, tmp_path) -> None:

@@ -107,7 +107,7 @@ def test_stages_hold_the_model_between_them(tmp_path):
     for tied in (False, True):
         save_tiny(tmp_path / str(tied), "llama", tie_word_embeddings=tied, num_hidden_layers=7)
         spec = read_model_spec(tmp_path / str(tied))
-        made = make_plan(tmp_path / str(tied), spec, 1, 3)
+        made = make_plan(tmp_path / str(tied), 1, 3)
         tables = [TensorParallel(made, None, stage).table(spec) for stage in range(3)]
         held = sorted(part.key for table in tables for parts in table.values() for part in parts)
         whole = [part.key for parts in weight_table(spec).values() for part in parts]

@@ -7,11 +7,10 @@ from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.quantization.scheme import Scheme
 from tests.distributed.processes import run_processes
-from tests.distributed.ranks import CPU, load_rank, plan_of, run_on_threads, run_prompts
-from tests.models.harness import load_tiny, random_prompt, reference_logits, save_tiny
+from tests.distributed.ranks import CPU, LIMIT, load_rank, plan_of, prompts, run_on_threads, run_prompts, sampled
+from tests.models.harness import load_tiny, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, STORED, Tiny, plan
 
-LIMIT = 1e-4
 CASES = {
     "llama": ("llama", {}),
     "llama-mha-biased": ("llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
@@ -28,14 +27,6 @@ EVERY = [
     if degree <= options.get("num_attention_heads", 6)
 ]
 SAMPLE = {("llama", 2), ("llama-mha-biased", 5), ("llama-tied", 3), ("qwen2", 8), ("qwen3-tied", 3)}
-
-
-def sampled(cases, sample):
-    return [case if case in sample else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-def prompts() -> list[list[int]]:
-    return [random_prompt(length) for length in (19, 7, 12)]
 
 
 @pytest.mark.parametrize(("case", "degree"), sampled(EVERY, SAMPLE))

@@ -10,18 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bladellm_runtime.distributed.layouts import find_layout
 from bladellm_runtime.distributed.manifest import MANIFEST_FILE, rank_folder, read_manifest
 from bladellm_runtime.errors import CheckpointError, ConfigError, UserError
+from bladellm_runtime.fields import Fields
 from bladellm_runtime.models.checkpoint import open_checkpoint
+from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.ranges import read_ranges
 from bladellm_runtime.models.rank_checkpoint import cut_checkpoint
+from bladellm_runtime.models.registry import FAMILIES
 from bladellm_runtime.models.split_folder import open_merged, open_rank
+from bladellm_runtime.models.weights import weight_table
 from bladellm_tools.split import splitting, writer
 from bladellm_tools.split.splitting import split_model
 from bladellm_tools.split.verify import verify
 from tests.distributed.models import FILE, Random
 from tests.distributed.test_cuts import CASES, QUICK, random_model, sampled
 from tests.split.layouts import SAVED
+from tests.tools.command import ROOT
 
 
 @pytest.mark.parametrize(("method", "scheme", "scrambled"), sampled(CASES, QUICK))
@@ -44,6 +50,19 @@ def test_layouts_that_are_not_served(tmp_path: Path, name: str) -> None:
         output = tmp_path / f"split{degree}"
         split_model(tmp_path / "model", output, (degree, stages))
         verify(output, tmp_path / "model")
+
+
+def test_every_family_that_is_served_has_a_layout() -> None:
+    for family in FAMILIES:
+        for values in ({"architectures": [family.architecture]}, {"model_type": family.model_type}):
+            layout = find_layout(Fields(Path("config.json"), values))
+            keys = {part.module for row in weight_table(tiny_spec()).values() for part in row if part.module}
+            cut = {f"{layout.layers}.0.{rule.module}" for rule in layout.rules}
+            assert cut == {key for key in keys if ".layers.0." in key}
+
+
+def tiny_spec() -> ModelSpec:
+    return read_model_spec(ROOT / "recipes" / "models" / "demo")
 
 
 def test_bloom_ranks_hold_query_key_and_value_of_their_heads(tmp_path: Path) -> None:
