@@ -1,6 +1,7 @@
 """Stages of a pipeline, captured or not, give the tokens of a model in one piece."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.models.config import read_model_spec
+from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
 from bladellm_runtime.models.weights import weight_table
 from bladellm_runtime.request import SamplingParams
@@ -134,3 +136,30 @@ def test_logits_that_are_not_finite_end_one_request(tmp_path):
     assert errors == {1: "invalid_logits", 2: None}
     assert len(tokens) == 9
     engine.core.close()
+
+
+def test_all_stages_work_at_a_time(tmp_path, monkeypatch):
+    """Steps of different micro-batches side by side; of one, one stage after the other."""
+    save_tiny(tmp_path, "llama")
+    prompts, way = [random_prompt(5) for _ in range(6)], SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+    working: list[int] = []
+    found: list[int] = []
+    decode = Decoder.decode
+
+    def slow(self, batch, out=None):
+        working.append(0)
+        found.append(len(working))
+        time.sleep(0.004)
+        working.pop()
+        return decode(self, batch, out)
+
+    most = []
+    for groups in (3, 1):
+        engine = build_stages(tmp_path, 3, pipeline_micro_batch=groups, **EAGER)
+        found.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "decode", slow)
+            run_requests(engine, prompts, [way] * 6)
+        engine.core.close()
+        most.append(max(found))
+    assert most == [3, 1]
