@@ -77,7 +77,7 @@ class Ranks:
         self.meeting = meeting_of(args, Path(self._folder.name))
         secret = read_secret(args)
         others = range(1, args.world_size)
-        self._dog = Watchdog(others)
+        self._dog = Watchdog(others, args.pipeline_parallel_size)
         try:
             self._channel = PlanSender(self.meeting.plans, others, secret)
             self.results = ResultReceiver(self.meeting.results, secret) if args.pipeline_parallel_size > 1 else None
