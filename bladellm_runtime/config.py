@@ -136,14 +136,19 @@ class EngineArgs:
     pipeline_parallel_size: int = flag(
         1, "Stages of consecutive layers, each on GPUs of its own.", group="Parallel", low=1, high=1024
     )
+    pipeline_micro_batch: int | None = flag(
+        None, "Groups of running requests that pass the stages one behind the other; default: as many as stages.",
+        group="Parallel", low=1, high=64,
+    )  # fmt: skip
     nnodes: int = flag(1, "Hosts that share the ranks evenly.", group="Parallel", low=1, high=1024)
     node_rank: int = flag(
         0, "Number of this host; 0 runs the server, the others the ranks of their own.",
         group="Parallel", low=0, high=1023,
     )  # fmt: skip
     dist_init_addr: str | None = flag(
-        None, "host:port of node 0, where it and the next port are free; for --nnodes 2 or more.", group="Parallel"
-    )
+        None, "host:port of node 0, where it and the next two ports are free; for --nnodes 2 or more.",
+        group="Parallel",
+    )  # fmt: skip
     dist_token_file: str | None = flag(
         None, "File with a secret of 16 or more characters, the same on all hosts; for --nnodes 2 or more.",
         group="Parallel",
@@ -156,8 +161,9 @@ class EngineArgs:
         "AUTO", "What happens to the newest request when the KV cache is full; AUTO is RECOMPUTE.", group="Engine"
     )
     disable_overlap: bool = flag(
-        False, "Run one step at a time instead of planning the next one while a step runs.", group="Engine"
-    )
+        False, "Run one step (of each micro-batch) at a time instead of planning the next one while a step runs.",
+        group="Engine",
+    )  # fmt: skip
     cuda_graph_batch_sizes: list[int] = flag(
         [],
         "Batch sizes whose decode step is captured as CUDA graphs, ascending; steps are padded up to the next one and "
@@ -202,6 +208,21 @@ class EngineArgs:
         """The ranks of this host."""
         count = self.world_size // self.nnodes
         return range(self.node_rank * count, (self.node_rank + 1) * count)
+
+    @property
+    def result_rank(self) -> int:
+        """The rank that reports what steps produced: the first one of the last stage."""
+        return self.world_size - self.tensor_parallel_size
+
+    @property
+    def micro_batches(self) -> int:
+        """`pipeline_micro_batch`, or its default."""
+        return self.pipeline_micro_batch or self.pipeline_parallel_size
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps planned whose results are not known, at most: one of each micro-batch, and one behind it."""
+        return self.micro_batches + (not self.disable_overlap)
 
     @property
     def step_tokens(self) -> int:
@@ -278,19 +299,19 @@ class ServingArgs(EngineArgs):
 def check_parallel(args: EngineArgs) -> None:
     """Check the flags of ranks and hosts against each other, before anything is started. Raises `ConfigError`."""
     nodes = args.nnodes
-    if args.pipeline_parallel_size > 1:
-        raise ConfigError("--pipeline_parallel_size above 1 is not supported; use --tensor_parallel_size")
+    if args.pipeline_parallel_size == 1 and args.pipeline_micro_batch is not None:
+        raise ConfigError("--pipeline_micro_batch is for --pipeline_parallel_size 2 or more; leave it out")
     if args.node_rank >= nodes:
         raise ConfigError(f"--node_rank {args.node_rank} must be below --nnodes {nodes}; the first host is 0")
     if args.world_size % nodes:
         raise ConfigError(
-            f"--nnodes {nodes} hosts cannot share {args.world_size} ranks evenly; use a --tensor_parallel_size that is "
-            f"a multiple of {nodes}"
+            f"--nnodes {nodes} hosts cannot share {args.world_size} ranks evenly; use a --tensor_parallel_size or "
+            f"--pipeline_parallel_size that is a multiple of {nodes}"
         )
     if args.world_size > 1 and args.disable_frontend_multiprocessing:
         raise ConfigError(
-            "--disable_frontend_multiprocessing cannot be used with --tensor_parallel_size above 1, which needs an "
-            "engine process"
+            "--disable_frontend_multiprocessing cannot be used with --tensor_parallel_size or --pipeline_parallel_size "
+            "above 1, which need an engine process"
         )
     for name in ("dist_init_addr", "dist_token_file"):
         if nodes > 1 and getattr(args, name) is None:
@@ -302,10 +323,10 @@ def check_parallel(args: EngineArgs) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of --dist_init_addr. Raises `ConfigError`."""
+    """Host and port of --dist_init_addr, with two ports behind it. Raises `ConfigError`."""
     host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 1 <= int(port) < 65535):
-        raise ConfigError(f"--dist_init_addr must be host:port with a port from 1 to 65534, got {address!r:.80}")
+    if not (host and colon and port.isascii() and port.isdigit() and 1 <= int(port) < 65534):
+        raise ConfigError(f"--dist_init_addr must be host:port with a port from 1 to 65533, got {address!r:.80}")
     return host.strip("[]"), int(port)
 
 

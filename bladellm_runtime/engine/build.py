@@ -29,6 +29,7 @@ from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.parallel import make_plan
 from bladellm_runtime.ranks.group import Home, Ranks
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost
@@ -100,12 +101,13 @@ def make_engine(
     sharing = None
     if built.cascade is not None and runner.shared_rows:
         sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)
-    scheduler = Scheduler(limits, memory, sharing=sharing)
-    core = EngineCore(scheduler, runner, overlap=not args.disable_overlap)
+    overlap, count = not args.disable_overlap, args.micro_batches
+    scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
+    core = EngineCore(scheduler, runner, overlap=overlap, micro_batches=count)
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         with runner.without_mixed_graphs():
-            warm_up(core, limits, thorough=built.device.type == "cuda")
+            warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
         warm_up(core, limits, thorough=False)
     with record.times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)
@@ -130,10 +132,11 @@ def pace_steps(
     cost: StepCost | None = None
     if target := target_tbt(args, device):
         cost = measure_step_cost(core, limits, kv_spec, sizes)
-        core.bound_steps(StepBound(target, cost))
+        # Between two tokens of a request every micro-batch has a step.
+        core.bound_steps(StepBound(target / args.micro_batches, cost))
         core.reset_prompt_cache()
         core.reset_counters()
-    if device.type == "cuda" and not args.disable_overlap:
+    if device.type == "cuda" and not args.disable_overlap and args.micro_batches == 1:
         core.timer = LaunchTimer(cost)
 
 

@@ -15,7 +15,6 @@ from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
 from bladellm_runtime.config import GIB, GPU_STEP_TOKENS, EngineArgs
-from bladellm_runtime.distributed.communicator import GroupCommunicator
 from bladellm_runtime.engine.cascade import Cascade, make_cascade
 from bladellm_runtime.engine.compile_kernels import Compiling, compile_ahead, count_compiles
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
@@ -23,7 +22,7 @@ from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.mixed_graphs import mixed_sizes
-from bladellm_runtime.engine.rank_place import RankPlace
+from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import graph_sizes
@@ -34,6 +33,7 @@ from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.loading import load_model
+from bladellm_runtime.models.stages import Stages
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 
 SWITCH_SECONDS = 1e-4
@@ -93,8 +93,9 @@ def build_runner(
         device, args = open_device(args, place)
         dtype = pick_dtype(args.dtype, whole.dtype, device)
         max_model_len = model_length(args.max_model_len, whole.max_position_embeddings)
-        ranks = place.join(args, device)
-        parallel, spec = place.share(args, folder, whole, ranks)
+        others = place.join(args, device)
+        parallel = place.share(args, folder, whole, others)
+        spec = whole if parallel is None else parallel.spec(whole)
         shape = KvShape(spec.kv_heads, spec.head_dim, dtype, pick_kv_format(args, spec, device))
         rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
         compiling = start_compiling(args, folder, device, place)
@@ -104,22 +105,26 @@ def build_runner(
     table.add("weights", model.weight_bytes)
     with times.phase("compile kernels"):
         compiling.wait()
-        if ranks is not None:
-            ranks.barrier()
+        if others is not None:
+            others.every.barrier()
     with times.phase("allocate memory"):
-        sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
-        table.add("sampling state", sampling.bytes)
-        kv_spec, arena = allocate_kv(args, spec, shape, device, max_model_len, table, ranks)
-        max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec)
+        sampling = None
+        if model.ends.last:
+            sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
+            table.add("sampling state", sampling.bytes)
+        stages = Stages.of(spec, None if parallel is None else parallel.plan)
+        kv_spec, arena = allocate_kv(args, stages, shape, device, max_model_len, table, others)
+        max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec, stages)
     limits = scheduler_limits(args, spec, max_model_len)
     with times.phase("plan attention"):
         workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
         planned = plan_prefill(spec, dtype, arena, limits)
-    runner = ModelRunner(model, arena, sampling, workspace, rotation, planned)
+    stage = place.stage(args, others, model.ends, device)
+    runner = ModelRunner(model, arena, sampling, workspace, rotation, planned, stage)
     with times.phase("capture graphs"):
-        cascade = make_cascade(args, spec, arena, shape, graph_sizes(args))
+        cascade = make_cascade(args, spec, arena, shape, graph_sizes(args)) if stages.all_share(whole) else None
         capture_steps(args, runner, device, capture, cascade)
-        check_equal_graphs(runner, ranks)
+        check_equal_graphs(runner, others)
     return BuiltRunner(
         args, device, shape, rotation is not None, model, kv_spec, arena, limits, cascade, runner
     )  # fmt: skip
@@ -152,14 +157,14 @@ def model_length(asked: int | None, positions: int) -> int:
     return positions if asked is None else asked
 
 
-def fit_model_length(asked: int | None, length: int, kv_spec: KvSpec) -> int:
+def fit_model_length(asked: int | None, length: int, kv_spec: KvSpec, stages: Stages) -> int:
     """The longest sequence that the KV cache holds; shorter than the model's own with a warning.
 
     Raises `ConfigError` when that is less than what was asked for.
     """
     if length <= kv_spec.max_tokens:
         return length
-    need = kv_spec.granules(length) * kv_spec.granule_bytes / GIB
+    need = kv_spec.granules(length) * kv_spec.granule_bytes / GIB * stages.most_layers / stages.spec.layers
     advice = f"raise --kv_cache_gib to {need:.3g} or more, or lower --max_model_len to {kv_spec.max_tokens}"
     if asked is not None:
         raise ConfigError(f"the KV cache holds {kv_spec.max_tokens} tokens, below --max_model_len {asked}; {advice}")
@@ -169,19 +174,20 @@ def fit_model_length(asked: int | None, length: int, kv_spec: KvSpec) -> int:
 
 def allocate_kv(
     args: EngineArgs,
-    spec: ModelSpec,
+    stages: Stages,
     shape: KvShape,
     device: torch.device,
     max_model_len: int,
     table: MemoryTable,
-    ranks: GroupCommunicator | None = None,
+    others: Others | None = None,
 ) -> tuple[KvSpec, KvArena]:
-    """Decide the size of the KV cache and create its arena. All ranks have as much as the one that can have least."""
-    budget = kv_budget(args, spec, shape.dtype, device, table)
-    if ranks is not None:
-        budget = ranks.min_int(budget)
-    kv_spec = make_kv_spec(args, spec, shape, device, max_model_len, budget)
-    if ranks is not None and (least := ranks.min_int(kv_spec.num_granules)) != kv_spec.num_granules:
+    """Decide the size of the KV cache and create its arena. All ranks have room for as many tokens as the one that can
+    have least."""
+    budget = kv_budget(args, stages.spec, shape.dtype, device, table)
+    if others is not None:
+        budget = others.every.min_int(budget // stages.spec.layers) * stages.spec.layers
+    kv_spec = make_kv_spec(args, stages, shape, device, max_model_len, budget)
+    if others is not None and (least := others.every.min_int(kv_spec.num_granules)) != kv_spec.num_granules:
         raise ConfigError(
             f"a rank can map {least} pieces of KV cache and this one {kv_spec.num_granules}; give all hosts the same "
             "vm.max_map_count and the same GPUs"
@@ -221,12 +227,12 @@ def capture_steps(
         logger.warning("no CUDA graphs: they %s", "are disabled" if not sizes else "need a CUDA device with triton")
 
 
-def check_equal_graphs(runner: ModelRunner, ranks: GroupCommunicator | None) -> None:
+def check_equal_graphs(runner: ModelRunner, others: Others | None) -> None:
     """Raise `ConfigError` where some ranks could capture their steps and others could not: they would be led apart."""
-    if ranks is None:
+    if others is None:
         return
     for captured in runner.captured:
-        if ranks.min_int(captured) != captured:
+        if others.every.min_int(captured) != captured:
             raise ConfigError("a rank could not capture its steps as CUDA graphs; use --disable_cuda_graph")
 
 

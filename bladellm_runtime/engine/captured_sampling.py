@@ -62,12 +62,14 @@ class KernelSampling:
 
     stages = len(Stage)
 
-    def __init__(self, state: SamplingState, last_token: Tensor, max_size: int, dtype: torch.dtype) -> None:
-        """dtype: of the model's logits."""
+    def __init__(
+        self, state: SamplingState, last_token: Tensor, max_size: int, dtype: torch.dtype, in_flight: int = 2
+    ) -> None:
+        """dtype: of the model's logits. in_flight: steps, at most."""
         self._state = state
         self._sampler = Sampler(state)
         self._last_token = last_token
-        self._uploads: deque[list[Tensor]] = deque(maxlen=4)
+        self._uploads: deque[list[Tensor]] = deque(maxlen=in_flight + 2)
         """Host memory that copies may still read: of more steps than can be in flight."""
         self.tokens = torch.zeros(max_size, dtype=torch.int64, device=last_token.device)
         self._feedback = torch.zeros_like(self.tokens)
@@ -88,8 +90,10 @@ class KernelSampling:
         )
 
 
-def captured_sampling(state: SamplingState, last_token: Tensor, max_size: int, dtype: torch.dtype) -> CapturedSampling:
+def captured_sampling(
+    state: SamplingState, last_token: Tensor, max_size: int, dtype: torch.dtype, in_flight: int = 2
+) -> CapturedSampling:
     """What there is for the device: kernels for all kinds of sampling, or the arg-max. Arguments as in these."""
     if state.parameters is None:
         return GreedySampling(state, last_token, max_size)
-    return KernelSampling(state, last_token, max_size, dtype)
+    return KernelSampling(state, last_token, max_size, dtype, in_flight)

@@ -1,4 +1,4 @@
-"""`EngineCore`: scheduler and runner joined into steps, up to two of them in flight. No wire, no process."""
+"""`EngineCore`: scheduler and runner joined into steps, a few of them in flight. No wire, no process."""
 
 import time
 from collections import deque
@@ -13,8 +13,6 @@ from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, front_end_of
-
-OVERLAP_DEPTH = 2
 
 
 class Runner(Protocol):
@@ -40,13 +38,14 @@ class EngineCore:
     """Plans, launches and completes steps.
 
     With `overlap` the next step is planned and launched before the result of the one in flight is known: its decode
-    rows read their token on the device. Without, one step runs at a time; both give the same tokens.
+    rows read their token on the device. Without, one step runs at a time; both give the same tokens. With several
+    micro-batches this holds of each of them, and their steps are in flight side by side.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool, micro_batches: int = 1) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._depth = OVERLAP_DEPTH if overlap else 1
+        self._depth = micro_batches + overlap
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self.blocked = False
         """True when the last `step` found requests waiting, nothing to plan and nothing in flight."""
@@ -108,7 +107,7 @@ class EngineCore:
 
     def spare_seconds(self) -> float:
         """How long the next `step` can be left, for requests that arrive meanwhile, without the device waiting."""
-        if self.timer is None or len(self._in_flight) != OVERLAP_DEPTH - 1:
+        if self.timer is None or len(self._in_flight) != self._depth - 1:
             return 0.0
         plan, launched = self._in_flight[-1]
         left = self._started + self.timer.spare(plan, self._scheduler.has_prompts) - time.monotonic()

@@ -37,8 +37,8 @@ class DecodeArrays(NamedTuple):
 class DecodeInputs:
     """The arrays of steps of up to `max_size` decode rows, and what these share. One stream writes and reads them."""
 
-    def __init__(self, max_size: int, arena: KvArena, members: int = 0) -> None:
-        """members: sequences that share one read, 0 where none do."""
+    def __init__(self, max_size: int, arena: KvArena, members: int = 0, in_flight: int = 2) -> None:
+        """members: sequences that share one read, 0 where none do. in_flight: as in `HostRing`."""
         fields = len(DecodeArrays._fields)
         self.padding_slot = arena.spec.num_slots
         """Belongs to no sequence: per-slot arrays that padding reads or writes have one place more than slots."""
@@ -50,7 +50,7 @@ class DecodeInputs:
         self._members = members
         length = fields * max_size + (fields_length(max_size, members) if members else 0)
         self._static = torch.zeros(length, dtype=torch.int64, device=arena.device)
-        self._host = HostRing(length, arena.device)
+        self._host = HostRing(length, arena.device, in_flight)
         self._packed = np.empty(0, dtype=np.int64)
         self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
         self.slots = np.empty(0, dtype=np.int64)

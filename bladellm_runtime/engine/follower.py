@@ -1,28 +1,41 @@
-"""`Follower`: what a rank besides the first does: it carries out orders, and drops the results of steps."""
+"""`Follower`: what a rank besides the first does: it carries out orders, and drops or reports the results of steps."""
 
+import time
 from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
-from bladellm_runtime.engine.core import OVERLAP_DEPTH
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.ranks.channel import PlanReceiver
 from bladellm_runtime.ranks.messages import CloseRank, RankOrder, RunStep, Serve, UseMixedGraphs, read_step
 from bladellm_runtime.ranks.pulse import Pulses
+from bladellm_runtime.ranks.results import ResultSender
 
 POLL_SECONDS = 0.002
 """How long to wait for an order before looking whether a step has ended."""
+NAP_SECONDS = 0.0002
+"""The same where the results are waited for."""
 
 
 class Follower:
-    """Runs on rank 0's orders until told to close. As there, two steps are in flight at most."""
+    """Runs on rank 0's orders until told to close."""
 
-    def __init__(self, runner: ModelRunner, port: PlanReceiver, pulses: Pulses) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        port: PlanReceiver,
+        pulses: Pulses,
+        in_flight: int,
+        results: ResultSender | None = None,
+    ) -> None:
+        """in_flight: steps, at most, as on rank 0. results: where to report them; dropped when None."""
         self._runner = runner
         self._port = port
         self._pulses = pulses
-        self._steps: deque[Any] = deque()
+        self._in_flight = in_flight
+        self._results = results
+        self._steps: deque[tuple[int, Any]] = deque()
         self._starting = ExitStack()
         self._eager = ExitStack()
 
@@ -31,26 +44,34 @@ class Follower:
         # The kernels of the warm-up may be compiled.
         self._starting.enter_context(KERNEL_COMPILES.expected())
         while True:
-            order = self._port.receive(POLL_SECONDS if self._steps else None)
+            order = self._port.receive(self._patience())
             if order is not None:
                 self._pulses.on_device = False
                 self._pulses.begun += 1
                 if isinstance(order, CloseRank):
                     break
                 self._follow(order)
-            elif self._runner.finished(self._steps[0]):
+            elif self._runner.finished(self._steps[0][1]):
                 self._collect()
+            elif self._results is not None:
+                time.sleep(NAP_SECONDS)
             self._pulses.done = self._pulses.begun - len(self._steps)
             self._pulses.on_device = self._runner.on_gpu and bool(self._steps)
         self._collect_all()
+        self._runner.drain()
         self._runner.close()
+
+    def _patience(self) -> float | None:
+        if not self._steps:
+            return None
+        return POLL_SECONDS if self._results is None else 0.0
 
     def _follow(self, order: RankOrder) -> None:
         match order:
             case RunStep():
-                if len(self._steps) == OVERLAP_DEPTH:
+                if len(self._steps) == self._in_flight:
                     self._collect()
-                self._steps.append(self._runner.launch(read_step(order)))
+                self._steps.append((order.step, self._runner.launch(read_step(order))))
             case UseMixedGraphs(on):
                 self._collect_all()
                 self._eager.close()
@@ -61,7 +82,10 @@ class Follower:
                 self._pulses.serving = True
 
     def _collect(self) -> None:
-        self._runner.collect(self._steps[0])
+        step, launched = self._steps[0]
+        result = self._runner.collect(launched)
+        if self._results is not None:
+            self._results.send(step, result)
         self._steps.popleft()
 
     def _collect_all(self) -> None:

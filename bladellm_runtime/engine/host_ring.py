@@ -6,9 +6,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-IN_FLIGHT = 2
-"""Steps between a launch and the reading of its result, at most."""
-
 
 class HostBuffer:
     """int64 host memory, pinned for a CUDA device; `array` is the same memory for numpy."""
@@ -33,13 +30,14 @@ class HostBuffer:
 class HostRing:
     """As many buffers as steps are in flight, so that the next one is free when its turn comes again."""
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self._buffers = [HostBuffer(length, device) for _ in range(IN_FLIGHT)]
+    def __init__(self, length: int, device: torch.device, in_flight: int) -> None:
+        """in_flight: steps between a launch and the reading of its result, at most."""
+        self._buffers = [HostBuffer(length, device) for _ in range(in_flight)]
         self._turn = 0
 
     def next(self) -> HostBuffer:
         """The buffer whose turn it is, once its last copy is done."""
         buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % IN_FLIGHT
+        self._turn = (self._turn + 1) % len(self._buffers)
         buffer.wait()
         return buffer

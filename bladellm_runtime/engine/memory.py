@@ -1,6 +1,7 @@
 """How much memory the KV cache gets: by calculation from what is free, never by a trial run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import lcm
 
 import psutil
 import torch
@@ -13,9 +14,10 @@ from bladellm_runtime.engine.step_graphs import graph_sizes
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.arena import KvShape
 from bladellm_runtime.kv.factory import arena_kind, block_bytes, page_bytes
-from bladellm_runtime.kv.sizing import kv_groups, plan_spec
+from bladellm_runtime.kv.sizing import granule_unit, kv_groups, plan_spec
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.stages import Stages
 
 CPU_KV_GIB = 4.0
 CPU_KV_SHARE = 0.5
@@ -87,19 +89,26 @@ def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: tor
 
 
 def make_kv_spec(
-    args: EngineArgs, spec: ModelSpec, shape: KvShape, device: torch.device, max_model_len: int, budget: int
+    args: EngineArgs, stages: Stages, shape: KvShape, device: torch.device, max_model_len: int, budget: int
 ) -> KvSpec:
-    """Carve the budget into granules."""
+    """Carve a stage's budget into granules, of as many tokens and as many of them as on all other stages, if these have
+    as much of it for a layer."""
     kind = arena_kind(args.kv_arena, device, args.attn_cls)
     swap = args.prompt_cache_enable_swap and not args.disable_prompt_cache
-    return plan_spec(
-        kv_groups(spec.layers, shape.payload_bytes, LAYERS_PER_GROUP),
-        budget_bytes=budget,
+    page = page_bytes(kind, device)
+    grouped = {count: kv_groups(count, shape.payload_bytes, LAYERS_PER_GROUP) for count in map(len, stages.layers)}
+    most, own = stages.most_layers, stages.spec.layers
+    # All stages as the largest one: of no other is a granule larger, or has more parts to be mapped.
+    largest = plan_spec(
+        grouped[most],
+        budget_bytes=budget // own * most,
         num_slots=args.max_running_requests,
         max_model_len=max_model_len,
         granule_tokens_hint=GRANULE_TOKENS,
-        page_bytes=page_bytes(kind, device),
+        page_bytes=page,
+        unit=lcm(*(granule_unit(groups, page) for groups in grouped.values())),
         block_bytes=block_bytes(kind),
-        scale_token_bytes=spec.layers * shape.scale_bytes,
+        scale_token_bytes=most * shape.scale_bytes,
         host_bytes=int(args.prompt_cache_swap_gib * GIB) if swap else 0,
     )
+    return replace(largest, groups=grouped[own], scale_token_bytes=own * shape.scale_bytes)

@@ -51,6 +51,7 @@ class MixedGraphs:
         last_token: Tensor,
         workspace: DecodeWorkspace | None,
         rotation: Tensor | None,
+        in_flight: int = 2,
     ) -> None:
         """last_token: int64 [slots + 1]; the others as in `ModelRunner`."""
         spec = model.spec
@@ -62,10 +63,12 @@ class MixedGraphs:
         self._rotation = rotation
         self._heads = _heads(model, arena)
         self._window = None if None in spec.windows else max(window or 0 for window in spec.windows)
-        self.inputs = MixedInputs(self.sizes, arena, self._heads, spec.windows, model.dtype)
+        self.inputs = MixedInputs(self.sizes, arena, self._heads, spec.windows, model.dtype, in_flight)
         shape = (self.sizes[-1], spec.hidden_size)
         self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        """States after the final norm, of all tokens or of the sampling rows' alone."""
+        """What `Decoder.forward` returns, of all tokens or of the sampling rows' alone."""
+        self.received = None if model.ends.first else torch.zeros_like(self.hidden)
+        """What the stage before has left, to be filled before `forward`; None on the first stage."""
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
@@ -87,8 +90,11 @@ class MixedGraphs:
         return next((size for size in fitting if self.inputs.send(flat, size)), None)
 
     def forward(self, flat: FlatPlan, size: int) -> Tensor:
-        """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does."""
+        """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does; of a stage
+        with others behind it in memory that the next step writes to."""
         self._graphs[size]()
+        if not self._model.ends.last:
+            return self.hidden[: flat.tokens]
         wanted = self.inputs.logit_tokens(flat, size)
         return self.hidden[: len(flat.sampling_rows)] if wanted is None else self.hidden.index_select(0, wanted)
 
@@ -104,6 +110,7 @@ class MixedGraphs:
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token)
             batch.workspace, batch.rotation = self._workspace, self._rotation
+            batch.hidden = None if self.received is None else self.received[:size].clone()
             hidden = self._model.forward(batch)
             self.hidden[: len(hidden)].copy_(hidden)
 

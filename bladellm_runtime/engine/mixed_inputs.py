@@ -95,9 +95,16 @@ class MixedInputs:
     them."""
 
     def __init__(
-        self, sizes: Sequence[int], arena: KvArena, heads: Heads, windows: Sequence[int | None], dtype: torch.dtype
+        self,
+        sizes: Sequence[int],
+        arena: KvArena,
+        heads: Heads,
+        windows: Sequence[int | None],
+        dtype: torch.dtype,
+        in_flight: int = 2,
     ) -> None:
-        """sizes: token counts that steps are padded to. windows: of the model's layers. dtype: the model's."""
+        """sizes: token counts that steps are padded to. windows: of the model's layers. dtype: the model's. in_flight:
+        as in `HostRing`."""
         self._arena = arena
         layer = arena.layer(0)
         self._tabled = layer.table is not None
@@ -109,7 +116,7 @@ class MixedInputs:
             self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)))
         most = max(layout.numbers for layout in self._layouts.values())
         self._static = torch.zeros(most, dtype=torch.int64, device=arena.device)
-        self._host = HostRing(most, arena.device)
+        self._host = HostRing(most, arena.device, in_flight)
 
     def batch(self, size: int, last_token: Tensor) -> ForwardBatch:
         """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""

@@ -7,13 +7,29 @@ import torch
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.communicator import GroupCommunicator, connect, disconnect, make_communicator
+from bladellm_runtime.distributed.links import PipelineLinks, make_links
+from bladellm_runtime.engine.stage import PipelineStage, Stage
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.parallel import TensorParallel, make_plan, rank_spec
+from bladellm_runtime.models.decoder import StageEnds
+from bladellm_runtime.models.parallel import TensorParallel, make_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The other ranks. every: all of them; layer: those that hold the same layers, None where there are none; links:
+    to other stages, None where there are none."""
+
+    every: GroupCommunicator
+    layer: GroupCommunicator | None
+    links: PipelineLinks | None
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Rank `rank` of `args.world_size`; meeting: where they meet, None where there are no others."""
+    """Rank `rank` of `args.world_size`; meeting: where they meet, None where there are no others.
+
+    Ranks count through the tensor-parallel ranks of the first stage, then those of the next.
+    """
 
     rank: int = 0
     meeting: str | None = None
@@ -22,21 +38,32 @@ class RankPlace:
         """Counts the ranks of this host, and its GPUs."""
         return self.rank - args.local_ranks.start
 
-    def join(self, args: EngineArgs, device: torch.device) -> GroupCommunicator | None:
+    def join(self, args: EngineArgs, device: torch.device) -> Others | None:
         """Meet the other ranks; returns when all are there. Raises `ConfigError`."""
         if self.meeting is None:
             return None
         connect(self.meeting, self.rank, args.world_size, device)
-        return make_communicator([range(args.world_size)])
+        every = make_communicator([range(args.world_size)])
+        assert every is not None, "a meeting has two ranks or more"
+        degree, stages = args.tensor_parallel_size, args.pipeline_parallel_size
+        if stages == 1:
+            return Others(every, every, None)
+        layer = make_communicator([range(first, first + degree) for first in range(0, args.world_size, degree)])
+        return Others(every, layer, make_links(degree, stages, device, args.steps_in_flight))
 
-    def share(
-        self, args: EngineArgs, folder: Path, spec: ModelSpec, ranks: GroupCommunicator | None
-    ) -> tuple[TensorParallel | None, ModelSpec]:
-        """What this rank holds of a model and how it works with the others, and the spec of its part."""
-        if ranks is None:
-            return None, spec
-        plan = make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
-        return TensorParallel(plan, ranks), rank_spec(spec, plan, ranks.rank)
+    def share(self, args: EngineArgs, folder: Path, spec: ModelSpec, others: Others | None) -> TensorParallel | None:
+        """What this rank holds of a model and how it works with the others; None where it holds all."""
+        if others is None:
+            return None
+        degree = args.tensor_parallel_size
+        plan = make_plan(folder, degree, args.pipeline_parallel_size)
+        return TensorParallel(plan, others.layer, self.rank // degree)
+
+    def stage(self, args: EngineArgs, others: Others | None, ends: StageEnds, device: torch.device) -> Stage:
+        """What the runner does together with other stages."""
+        if others is None or others.links is None:
+            return Stage()
+        return PipelineStage(ends, args.steps_in_flight, others.links, args.max_running_requests, device)
 
     def leave(self) -> None:
         """Leave the others, who are not to be asked for anything any more."""

@@ -19,6 +19,7 @@ from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver, Secret
 from bladellm_runtime.ranks.launch import RankLaunch, flags_of, read_secret
 from bladellm_runtime.ranks.messages import Hello, RankFailed
 from bladellm_runtime.ranks.pulse import Pulses, end_rank
+from bladellm_runtime.ranks.results import ResultSender
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,16 @@ def run_rank(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> None:
     place = RankPlace(launch.rank, launch.meeting.group)
     with KERNEL_COMPILES.expected():
         built = build_runner(launch.args, folder, read_model_spec(folder), place, StartRecord(), None)
-        follower = Follower(built.runner, port, pulses)
+        results = None
+        if launch.rank == launch.args.result_rank:
+            results = ResultSender(launch.meeting.results, read_secret(launch.args))
+        follower = Follower(built.runner, port, pulses, launch.args.steps_in_flight, results)
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 10, 50)
     follower.run()
+    if results is not None:
+        results.close()
     place.leave()
 
 

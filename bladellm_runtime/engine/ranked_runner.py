@@ -3,6 +3,7 @@
 import concurrent.futures
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +37,7 @@ class RankedRunner:
         self._runner = runner
         self._ranks = ranks
         self._place = place
-        self._in_flight = 0
+        self._in_flight: deque[int] = deque()
         ranks.on_failure.append(abort)
 
     @property
@@ -64,24 +65,29 @@ class RankedRunner:
         choose_seeds(plan)
         with self._lost_group():
             self._ranks.send(step_message(plan))
-            self._in_flight += 1
+            self._in_flight.append(plan.step)
             return self._runner.launch(plan)
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for rank 0's result, as long as all ranks are well."""
+        """Wait for the result of rank 0, or of a pipeline's last stage, as long as all ranks are well."""
         with self._lost_group():
             while not self._runner.finished(launched):
                 self._check()
                 _wait(launched)
             result = self._runner.collect(launched)
+            if self._ranks.results is not None:
+                while not self._ranks.results.wait(WAIT_SECONDS):
+                    self._check()
+                result = self._ranks.results.take(self._in_flight[0])
         self._check()
-        self._in_flight -= 1
-        self._ranks.done = self._ranks.sent - self._in_flight
+        self._in_flight.popleft()
+        self._ranks.done = self._ranks.sent - len(self._in_flight)
         return result
 
     def finished(self, launched: Launched) -> bool:
-        """As the runner's."""
-        return self._runner.finished(launched)
+        """As the runner's, of the oldest step in flight."""
+        results = self._ranks.results
+        return self._runner.finished(launched) and (results is None or results.wait(0.0))
 
     def recover(self) -> None:
         """Never called: no `StepMemoryError` leaves this runner."""
@@ -99,6 +105,8 @@ class RankedRunner:
 
     def close(self) -> None:
         """End the other ranks, then as the runner's."""
+        with self._lost_group():
+            self._runner.drain()
         self._ranks.close()
         self._runner.close()
         self._place.leave()

@@ -25,6 +25,7 @@ from bladellm_runtime.engine.mixed_graphs import MixedGraphs
 from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
 from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.engine.stage import Stage
 from bladellm_runtime.engine.step_errors import step_error
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.kv.arena import KvArena
@@ -38,12 +39,12 @@ from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
 class RunningStep:
     """A step handed to the device, and everything that must stay alive until its result is read.
 
-    sampling_rows: plan rows of the outputs, in order.
+    sampling_rows: plan rows of the outputs, in order. outputs: None where the step is sampled by another stage.
     """
 
     rows: int
     sampling_rows: Sequence[int]
-    outputs: SampleOutputs
+    outputs: SampleOutputs | None
     scored: list[ScoredPrompt] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
     done: torch.cuda.Event | None = None
@@ -53,34 +54,38 @@ class ModelRunner:
     """Owns the model, the KV arena and the per-slot device state.
 
     `last_token` (int64, one a slot and one for padding) is how a step hands its tokens to the next one without the CPU
-    seeing them.
+    seeing them. As one stage of a pipeline it does the layers of its model, and only the last one samples: the results
+    of the others are empty.
     """
 
     def __init__(
         self,
         model: Decoder,
         arena: KvArena,
-        sampling: SamplingState,
+        sampling: SamplingState | None,
         workspace: DecodeWorkspace | None,
         rotation: torch.Tensor | None = None,
         planned: PlannedCalls | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """rotation: the matrix that turns queries and keys before they are stored, of the model's type. planned: what
-        prefill attention may ask of cuDNN, anything when None."""
+        """sampling: None where another stage samples. rotation: the matrix that turns queries and keys before they are
+        stored, of the model's type. planned: what prefill attention may ask of cuDNN, anything when None. stage: the
+        place in a pipeline, None without one."""
         num_slots = arena.spec.num_slots
         self._model = model
         self._arena = arena
         self._workspace = workspace
         self._rotation = rotation
         self._planned = planned
+        self._stage = stage or Stage()
         self._sampling = sampling
-        self._sampler = Sampler(sampling)
+        self._sampler = None if sampling is None else Sampler(sampling)
         self._device = arena.device
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=arena.device)
         self._tokens: list[SlotTokens | None] = [None] * num_slots
         self._graphs: StepGraphs | None = None
         self._mixed: MixedGraphs | None = None
-        self._results = HostRing(num_slots, arena.device)
+        self._results = HostRing(num_slots, arena.device, self._stage.in_flight)
         self._copied: torch.cuda.Event | None = None
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self._sampled = torch.cuda.Event() if self._copies else None
@@ -91,15 +96,18 @@ class ModelRunner:
 
         cascade: capture steps that read what rows share once too.
         """
-        sampling = captured_sampling(self._sampling, self._last_token, max(sizes), self._model.dtype)
-        graphs = StepGraphs(
-            sizes, self._model, self._arena, sampling, self._last_token, self._workspace, self._rotation, cascade
-        )
+        state, in_flight = self._sampling, self._stage.in_flight
+        sampling = None
+        if state is not None:
+            sampling = captured_sampling(state, self._last_token, max(sizes), self._model.dtype, in_flight)
+        memory = (self._workspace, self._rotation, cascade, in_flight)
+        graphs = StepGraphs(sizes, self._model, self._arena, sampling, self._last_token, *memory)
         self._graphs = graphs if graphs.capture_all(capture) else None
 
     def capture_mixed(self, sizes: Sequence[int], capture: Capture) -> None:
         """Capture steps with prefill chunks, of these token counts; as `capture`."""
-        graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, self._workspace, self._rotation)
+        memory = (self._workspace, self._rotation, self._stage.in_flight)
+        graphs = MixedGraphs(sizes, self._model, self._arena, self._last_token, *memory)
         self._mixed = graphs if graphs.capture_all(capture) else None
 
     @property
@@ -131,7 +139,7 @@ class ModelRunner:
         self._mixed = mixed
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
-        """Start a step. Plans must come in order; at most two may be uncollected.
+        """Start a step. Plans must come in order; as many may be uncollected as the stage has in flight.
 
         Here, or on a CPU in `collect`, raises `StepMemoryError` or `DeviceLostError`.
         """
@@ -182,12 +190,15 @@ class ModelRunner:
     def _run_plan(self, plan: StepPlan) -> RunningStep:
         for load in plan.loads:
             self._tokens[load.slot] = SlotTokens.of(load)
-            self._sampling.load(load)
+            if self._sampling is not None:
+                self._sampling.load(load)
+        self._stage.begin(plan, self._last_token)
         size = None if self._graphs is None else self._graphs.size_for(plan)
         if self._graphs is not None and size is not None:
             step = self._replay(plan, self._graphs, size)
         else:
             step = self._run_flat(plan)
+        self._stage.end(self._last_token)
         self._copy_results(step)
         return step
 
@@ -199,6 +210,8 @@ class ModelRunner:
             return self._run_eagerly(plan, flat)
         self._arena.wait()
         self._arena.move(plan.memory.moves)
+        if self._mixed.received is not None:
+            self._stage.receive(self._mixed.received[: flat.tokens])
         hidden = self._mixed.forward(flat, size)
         return self._finish(plan, flat, hidden, None)
 
@@ -208,13 +221,21 @@ class ModelRunner:
         inputs.batch.planned = self._planned
         self._arena.wait()
         self._arena.move(plan.memory.moves)
+        if not self._stage.ends.first:
+            shape = (flat.tokens, self._model.spec.hidden_size)
+            inputs.batch.hidden = self._stage.receive(torch.empty(shape, dtype=self._model.dtype, device=self._device))
         if flat.prefills:
             return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
+        if self._sampler is None:
+            return self._finish(plan, flat, self._model.decode(inputs.batch), inputs)
         outputs, keep = self._sample(plan, self._model.decode(inputs.batch))
         return RunningStep(len(plan.slots), flat.sampling_rows, outputs, keep=[inputs, keep])
 
     def _finish(self, plan: StepPlan, flat: FlatPlan, hidden: torch.Tensor, inputs: StepInputs | None) -> RunningStep:
-        """hidden: of `flat.logit_tokens`, [R, hidden size]."""
+        """hidden: of `flat.logit_tokens`, [R, hidden size]; of all tokens where other stages are behind this one."""
+        if self._sampler is None:
+            self._stage.send(hidden)
+            return RunningStep(len(plan.slots), (), None, keep=[inputs, hidden])
         count = len(flat.sampling_rows)
         outputs, keep = self._sample(plan, self._model.logits(hidden[:count]))
         scored = score_prompts(self._model, hidden[count:], flat.scores) if flat.scores else []
@@ -225,8 +246,13 @@ class ModelRunner:
         graphs.inputs.send(plan, size)
         self._arena.wait()
         self._arena.move(plan.memory.moves)
-        logits = graphs.forward(plan, size)
         rows = len(plan.slots)
+        if graphs.hidden is not None:
+            self._stage.receive(graphs.hidden[:rows])
+        logits = graphs.forward(plan, size)
+        if self._sampler is None:
+            self._stage.send(logits)
+            return RunningStep(rows, (), None)
         stage = graphs.sampling_stage()
         if stage is None:
             outputs, keep = self._sample(plan, logits)
@@ -238,6 +264,7 @@ class ModelRunner:
         return RunningStep(rows, range(rows), SampleOutputs(tokens, tokens))
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SampleOutputs, SampleInputs]:
+        assert self._sampler is not None, "another stage samples"
         inputs = self._sampler.prepare(plan)
         return self._sampler.sample(logits, inputs, self._last_token), inputs
 
@@ -245,6 +272,9 @@ class ModelRunner:
         """Replace the step's results by host copies; on CUDA on the second stream, for which the next step does not
         wait."""
         outputs, buffer = step.outputs, self._results.next()
+        if outputs is None:
+            step.done = self._mark_end()
+            return
         host = buffer.tensor[: len(outputs.tokens)]
         if self._copies is None or self._sampled is None:
             outputs.tokens = host.copy_(outputs.tokens)
@@ -266,6 +296,16 @@ class ModelRunner:
         # Copies of KV to the host may take longer than the next step: that one waits for the tokens alone.
         step.done = self._copies.record_event() if self._arena.join_moves(self._copies) else buffer.copied
 
+    def _mark_end(self) -> torch.cuda.Event | None:
+        """Behind the step and the copies of KV to the host that it began."""
+        if self._copies is None or self._sampled is None:
+            return None
+        self._sampled.record()
+        self._copies.wait_event(self._sampled)
+        self._arena.join_moves(self._copies)
+        done: torch.cuda.Event = self._copies.record_event()
+        return done
+
     def add_stats(self, stats: EngineStats) -> None:
         """Fill in what mapping KV memory took, and the kernels that had to be compiled in the middle of a step."""
         memory = self._arena.stats
@@ -273,6 +313,11 @@ class ModelRunner:
         stats.kv_map_p99 = memory.map_p99()
         stats.kv_map_wait = memory.wait_seconds
         stats.kernel_compiles_after_ready = KERNEL_COMPILES.late
+
+    @torch.inference_mode()
+    def drain(self) -> None:
+        """Take what other stages have still sent to this one; all steps are collected, and none follow."""
+        self._stage.drain(self._last_token)
 
     def close(self) -> None:
         """Finish the work in flight and give the memory of graphs and of the KV cache back."""
@@ -289,6 +334,8 @@ def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read(step: RunningStep) -> StepResult:
+    if step.outputs is None:
+        return StepResult([None] * step.rows, [None] * step.rows, [None] * step.rows)
     logprobs: list[TokenLogprobs | None] = [None] * step.rows
     prompt_logprobs: list[list[TokenLogprobs] | None] = [None] * step.rows
     tokens: list[int | None] = step.outputs.tokens.tolist()

@@ -15,6 +15,7 @@ from bladellm_runtime.engine.cascade import Cascade, cascade_sizes
 from bladellm_runtime.engine.cuda_capture import Capture, Work, capture_sizes
 from bladellm_runtime.engine.decode_inputs import DecodeInputs
 from bladellm_runtime.kv.arena import KvArena
+from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan
 
@@ -35,8 +36,8 @@ def graph_sizes(args: EngineArgs) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The replays of one batch size: forward leaves logits, sampling, by stage, takes them. What changes logits goes
-    between. light: forward for steps with no more than `LIGHT_TOKENS`, where that is another one."""
+    """The replays of one batch size: forward leaves logits, sampling, by stage of it, takes them. What changes logits
+    goes between. light: forward for steps with no more than `LIGHT_TOKENS`, where that is another one."""
 
     forward: Work
     light: Work
@@ -55,14 +56,15 @@ class StepGraphs:
         sizes: Sequence[int],
         model: Decoder,
         arena: KvArena,
-        sampling: CapturedSampling,
+        sampling: CapturedSampling | None,
         last_token: Tensor,
         workspace: DecodeWorkspace | None,
         rotation: Tensor | None,
         cascade: Cascade | None = None,
+        in_flight: int = 2,
     ) -> None:
-        """last_token: int64 [slots + 1]; cascade: how shared beginnings are read once, never when None; the others as
-        in `ModelRunner`."""
+        """sampling: None where the model has no head, and hidden states take the place of logits. last_token: int64
+        [slots + 1]; cascade: how shared beginnings are read once, never when None; the others as in `ModelRunner`."""
         self._sizes = sorted(sizes)
         self._graphs: dict[int, StepGraph] = {}
         self._cascades: dict[int, Work] = {}
@@ -71,8 +73,12 @@ class StepGraphs:
         self._last_token = last_token
         self._workspace = workspace
         self._rotation = rotation
-        self.inputs = DecodeInputs(self._sizes[-1], arena, 0 if cascade is None else cascade.members)
+        self.inputs = DecodeInputs(self._sizes[-1], arena, 0 if cascade is None else cascade.members, in_flight)
         self.sampling = sampling
+        shape = (self._sizes[-1], model.spec.hidden_size)
+        self.hidden = None if model.ends.first else torch.zeros(shape, dtype=model.dtype, device=model.device)
+        """What the stage before has left, to be filled before `forward`; None on the first stage."""
+        self._out = torch.zeros(shape, dtype=model.dtype, device=model.device) if sampling is None else sampling.logits
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
@@ -103,50 +109,60 @@ class StepGraphs:
         return sizes[bisect.bisect_left(sizes, rows)]
 
     def forward(self, plan: StepPlan, size: int) -> Tensor:
-        """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `sampling.logits`."""
+        """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `sampling.logits`, or
+        hidden states, in memory that the next step writes to."""
         graph = self._graphs[size]
         if plan.prefixes:
             self._cascades[size]()
         else:
             (graph.light if sum(plan.starts) <= LIGHT_TOKENS else graph.forward)()
-        return self.sampling.logits[: len(plan.slots)]
+        return self._out[: len(plan.slots)]
 
     def sampling_stage(self) -> int | None:
         """The stage of `sample` for the plan whose inputs were sent last; None where its logits are to be sampled
         eagerly."""
-        return self.sampling.stage(self.inputs.slots)
+        return None if self.sampling is None else self.sampling.stage(self.inputs.slots)
 
     def sample(self, plan: StepPlan, size: int, stage: int) -> Tensor:
         """Queue the captured sampling, which also hands the tokens to the next step. Returns them, int64 [rows], in
         memory that the next step writes to: to be copied away before that samples."""
+        assert self.sampling is not None, "a stage comes from sampling_stage"
         self._graphs[size].sampling[stage]()
         return self.sampling.tokens[: len(plan.slots)]
 
     def _capture(self, capture: Capture, size: int) -> StepGraph:
         self.inputs.send(None, size)
-        arrays, logits = self.inputs.arrays(size), self.sampling.logits[:size]
+        arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
 
         def forward(light: bool) -> None:
-            batch = self.inputs.batch(size, self._last_token)
-            batch.workspace, batch.rotation, batch.light_decode = self._workspace, self._rotation, light
-            self._model.decode(batch, out=logits)
+            batch = self._batch(size)
+            batch.light_decode = light
+            self._model.decode(batch, out=out)
 
-        samplings = [partial(self.sampling.sample, stage, logits, arrays) for stage in range(self.sampling.stages)]
+        samplings: list[Work] = []
+        if sampling is not None:
+            samplings = [partial(sampling.sample, stage, out, arrays) for stage in range(sampling.stages)]
         captured = capture(partial(forward, False))
         differs = self._workspace is not None and self._model.fuses(size)
         light = capture(partial(forward, True)) if differs else captured
-        return StepGraph(captured, light, [capture(sampling) for sampling in samplings])
+        return StepGraph(captured, light, [capture(work) for work in samplings])
+
+    def _batch(self, size: int) -> ForwardBatch:
+        batch = self.inputs.batch(size, self._last_token)
+        batch.workspace, batch.rotation = self._workspace, self._rotation
+        # A copy: the forward pass adds to it, in padding too, again and again.
+        batch.hidden = None if self.hidden is None else self.hidden[:size].clone()
+        return batch
 
     def _capture_cascade(self, capture: Capture, cascade: Cascade, size: int) -> Work:
         """The forward pass that reads what rows share once."""
         self.inputs.send(None, size)
-        prefixes, logits = self.inputs.prefixes(size), self.sampling.logits[:size]
+        prefixes, out = self.inputs.prefixes(size), self._out[:size]
         prefixes.set([], 1)
 
         def forward() -> None:
-            batch = self.inputs.batch(size, self._last_token)
-            batch.workspace, batch.rotation = self._workspace, self._rotation
+            batch = self._batch(size)
             batch.prefixes, batch.cascade = prefixes, cascade.workspace
-            self._model.decode(batch, out=logits)
+            self._model.decode(batch, out=out)
 
         return capture(forward)

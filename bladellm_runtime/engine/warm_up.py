@@ -28,10 +28,10 @@ Group = list[tuple[int, SamplingParams]]
 """Prompt lengths and parameters of requests that run together."""
 
 
-def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool) -> None:
+def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool, micro_batches: int = 1) -> None:
     """Run a short request; if `thorough`, steps of every kind. Leaves no trace in counters and prompt cache."""
     first = 0
-    for group in thorough_groups(limits) if thorough else [[(16, GREEDY)]]:
+    for group in thorough_groups(limits, micro_batches) if thorough else [[(16, GREEDY)]]:
         for request in _requests(group, limits, first):
             core.add(request)
         first += len(group)
@@ -41,16 +41,16 @@ def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool) -> Non
     core.reset_counters()
 
 
-def thorough_groups(limits: SchedulerLimits) -> list[Group]:
+def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1) -> list[Group]:
     """Prompts of every kind of length alone, some of two chunks, as many as a step has room for, several that end
-    together, and all ways of sampling alone and side by side."""
+    together, and all ways of sampling alone and side by side. micro_batches: that share out what runs together."""
     chunk = min(limits.prefill_chunk_tokens, limits.max_batch_tokens)
     lengths = sorted({*LENGTHS, chunk, chunk + 21, chunk + 600})
     longest = max(1, min(chunk, limits.max_model_len - ANSWER - 1))
-    full = [(longest, GREEDY)] * (limits.max_batch_tokens // longest)
+    full = [(longest, GREEDY)] * (limits.max_batch_tokens // longest * micro_batches)
     return [
         *([(length, GREEDY)] for length in lengths),
-        *([(3, GREEDY)] * count for count in TOGETHER),
+        *([(3, GREEDY)] * (count * micro_batches) for count in TOGETHER),
         *([(5, way)] for way in WAYS),
         [(5 + index, way) for index, way in enumerate((GREEDY, *WAYS))],
         [(length, GREEDY) for length in (chunk + 21, 40, 3, 1)],

@@ -36,9 +36,7 @@ class SharedReads:
         self._memory = memory
         self._granule_tokens = memory.spec.granule_tokens
         self._tree = PrefixTree()
-        self._changes = -1
-        self._slots: Sequence[int] = ()
-        self._groups: tuple[PrefixGroup, ...] = ()
+        self._kept: dict[int, tuple[int, Sequence[int], tuple[PrefixGroup, ...]]] = {}
 
     def enter(self, slot: int) -> None:
         """A slot decodes from now on; all of its prefill has been planned and remembered."""
@@ -48,14 +46,15 @@ class SharedReads:
         """A slot decodes no more."""
         self._tree.leave(slot)
 
-    def groups(self, slots: Sequence[int]) -> tuple[PrefixGroup, ...]:
-        """The groups among rows with these slots, none where they do not pay. The same object while nothing changes;
-        `slots` must not be changed any more."""
+    def groups(self, slots: Sequence[int], batch: int = 0) -> tuple[PrefixGroup, ...]:
+        """The groups among rows with these slots, none where they do not pay. The same object while nothing changes
+        for a micro-batch; `slots` must not be changed any more."""
         if not self.rule.least_rows <= len(slots) <= self.rule.most_rows:
             return ()
-        if self._changes != self._tree.changes or self._slots != slots:
-            self._changes, self._slots, self._groups = self._tree.changes, slots, self._paying(slots)
-        return self._groups
+        kept = self._kept.get(batch)
+        if kept is None or kept[0] != self._tree.changes or kept[1] != slots:
+            kept = self._kept[batch] = self._tree.changes, slots, self._paying(slots)
+        return kept[2]
 
     def _paying(self, slots: Sequence[int]) -> tuple[PrefixGroup, ...]:
         rule, size = self.rule, self._granule_tokens

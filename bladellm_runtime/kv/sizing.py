@@ -23,6 +23,11 @@ def kv_groups(num_layers: int, layer_token_bytes: int, layers_per_group: int) ->
     return tuple(KvGroup(group, layer_token_bytes * len(group)) for group in layers)
 
 
+def granule_unit(groups: tuple[KvGroup, ...], page_bytes: int) -> int:
+    """Tokens that take whole pages in every group."""
+    return math.lcm(*(page_bytes // math.gcd(page_bytes, group.token_bytes) for group in groups))
+
+
 def mapping_limit() -> int:
     """Memory mappings the KV cache may use: half of `vm.max_map_count`, the rest is for libraries, stacks, weights."""
     try:
@@ -45,6 +50,7 @@ def plan_spec(
     granule_tokens_hint: int,
     page_bytes: int,
     *,
+    unit: int = 1,
     block_bytes: int = 0,
     scale_token_bytes: int = 0,
     host_bytes: int = 0,
@@ -58,6 +64,8 @@ def plan_spec(
     to blocks), and `max_tokens` is never more than all granules hold, so a budget below one sequence shortens the
     sequences.
 
+    `unit`: granules have a multiple of so many tokens.
+
     A block has about `block_bytes` of one group, less where that would leave few blocks or be longer than a sequence;
     the pool is whole blocks. Half of them are split at first, for a block takes some milliseconds to convert.
     `scale_token_bytes`: scales of one token over all layers. `host_bytes`: swap space.
@@ -69,7 +77,7 @@ def plan_spec(
     Raises `ConfigError` when not a single granule fits the budget.
     """
     token_bytes = sum(group.token_bytes for group in groups) + scale_token_bytes
-    unit = math.lcm(*(page_bytes // math.gcd(page_bytes, group.token_bytes) for group in groups))
+    unit = math.lcm(unit, granule_unit(groups, page_bytes))
     limit = mapping_limit() if page_bytes == mmap.PAGESIZE else None
     granule_tokens = _first_granule(unit, granule_tokens_hint, budget_bytes // (num_slots * token_bytes))
     while True:

@@ -52,7 +52,8 @@ class ForwardBatch:
     decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode: decode attention
     leaves room for the layer behind, see `DecodeWorkspace.plan`. prefixes: beginnings that decode rows share, read once
     in layers without a window; cascade: where that is planned, None on a CPU. wanted: those of `logit_tokens`, where
-    they are few: the last layer then attends, and has its MLP, for them alone.
+    they are few: the last layer then attends, and has its MLP, for them alone. hidden: [T, hidden], what the stage
+    before left, used up by the forward pass; None on the first stage, which alone reads input_ids.
     """
 
     input_ids: torch.Tensor
@@ -75,6 +76,7 @@ class ForwardBatch:
     prefixes: SharedPrefixes | None = None
     cascade: CascadeWorkspace | None = None
     wanted: WantedTokens | None = None
+    hidden: torch.Tensor | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
     _cascade_work: CascadeWork | None = None
 

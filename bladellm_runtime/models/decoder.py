@@ -40,6 +40,17 @@ class Weights:
         return tensors + sum(linear.bytes for linear in self.linears.values())
 
 
+@dataclass(frozen=True, slots=True)
+class StageEnds:
+    """Whether a decoder begins with the embedding, and whether it ends with norm and head."""
+
+    first: bool = True
+    last: bool = True
+
+
+WHOLE = StageEnds()
+
+
 class DecoderLayer:
     """Attention and MLP, each behind a norm, around the residual stream."""
 
@@ -90,20 +101,25 @@ class Decoder:
     """A loaded model: stateless, all it writes to is the KV arena of the batch it is given.
 
     With a communicator it is one rank's part of a model: spec and weights are the rank's, all ranks must be given the
-    same batches, and each gets the same results.
+    same batches, and each gets the same results. `ends`: of a pipeline stage; one that is not the first reads
+    `batch.hidden`, and one that is not the last returns the residual stream in place of what is said below.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, communicator: Communicator | None = None, ends: StageEnds = WHOLE
+    ) -> None:
         self.spec = spec
-        self.embedding = Embedding(weights.tensors["embedding.weight"])
+        self.ends = ends
         self.layers = [DecoderLayer(spec, weights, layer, communicator) for layer in range(spec.layers)]
-        self.norm = RmsNorm(weights.tensors["norm.weight"], spec.rms_norm_eps)
-        self.head = weights.linears.get("head") or Linear(self.embedding.weight)
-        if communicator is not None:
-            self.embedding = VocabParallelEmbedding(self.embedding.weight, communicator)
-            self.head = VocabParallelHead(self.head, communicator, spec.vocab_size)
-        self.device = self.embedding.weight.device
-        self.dtype = self.embedding.weight.dtype
+        self.embedding = _embedding(weights, communicator) if ends.first else None
+        # Behind the last layer of a stage that is not the last one a norm is due whose result nobody reads.
+        self.norm = self.layers[0].input_norm
+        self.head: LinearLayer | None = None
+        if ends.last:
+            self.norm = RmsNorm(weights.tensors["norm.weight"], spec.rms_norm_eps)
+            self.head = _head(spec, weights, communicator)
+        self.device = self.norm.weight.device
+        self.dtype = self.norm.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
         self._fusing: dict[int, bool] = {}
@@ -112,9 +128,12 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and write its K and V to the arena.
 
-        Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden].
+        Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden]; the stream
+        of all tokens, [T, hidden], where there are stages behind this one.
         """
         tables = self.rotary(batch.positions)
+        if not self.ends.last:
+            return self._run(NormedStream, self.layers, batch, tables, self.norm).total
         if batch.wanted is None:
             return self._run(NormedStream, self.layers, batch, tables, self.norm.of(batch.logit_tokens)).normed
         *others, last = self.layers
@@ -124,18 +143,24 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, hidden] of `forward` -> logits, float32 [R, vocab], or in `out` of float32 or the model's type."""
-        return _logits(self.head, hidden, out)
+        return _logits(self._end(), hidden, out)
 
     @torch.inference_mode()
     def decode(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step of decode rows alone, by fused operators where it `fuses`.
 
-        Returns the logits of all its rows, [T, vocab], as `logits` does.
+        Returns the logits of all its rows, [T, vocab], as `logits` does; their stream, in `out` where given, where
+        there are stages behind this one.
         """
         tables = self.rotary(batch.positions)
-        if self.fuses(len(batch.input_ids)):
-            return _logits(self.head.normed, self._run(FusedStream, self.layers, batch, tables, self.norm).norm, out)
-        return _logits(self.head, self._run(NormedStream, self.layers, batch, tables, self.norm).normed, out)
+        fuses = self.fuses(len(batch.positions))
+        if not self.ends.last:
+            kind: type[FusedStream] | type[NormedStream] = FusedStream if fuses else NormedStream
+            total = self._run(kind, self.layers, batch, tables, self.norm).total
+            return total if out is None else out.copy_(total)
+        if fuses:
+            return _logits(self._end().normed, self._run(FusedStream, self.layers, batch, tables, self.norm).norm, out)
+        return _logits(self._end(), self._run(NormedStream, self.layers, batch, tables, self.norm).normed, out)
 
     def fuses(self, rows: int) -> bool:
         """Whether a decode step of so many rows takes the fused operators: where all layers but the head have them.
@@ -156,10 +181,32 @@ class Decoder:
     ) -> Stream:
         """The residual stream behind the first layers, normalised by `next_norm`. tables: cos and sin."""
         norms = [*(layer.input_norm for layer in layers), next_norm]
-        stream = kind.start(self.embedding(batch.input_ids), norms[0])
+        stream = kind.start(self._start(batch), norms[0])
         for layer, norm in zip(layers, norms[1:], strict=True):
             stream = layer(stream, batch, *tables, norm)
         return stream
+
+    def _start(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.embedding is not None:
+            return self.embedding(batch.input_ids)
+        if batch.hidden is None:
+            raise ValueError("a stage that is not the first needs what the one before it has left")
+        return batch.hidden
+
+    def _end(self) -> LinearLayer:
+        if self.head is None:
+            raise ValueError("a stage that is not the last has no head")
+        return self.head
+
+
+def _embedding(weights: Weights, communicator: Communicator | None) -> Embedding:
+    weight = weights.tensors["embedding.weight"]
+    return Embedding(weight) if communicator is None else VocabParallelEmbedding(weight, communicator)
+
+
+def _head(spec: ModelSpec, weights: Weights, communicator: Communicator | None) -> LinearLayer:
+    head = weights.linears.get("head") or Linear(weights.tensors["embedding.weight"])
+    return head if communicator is None else VocabParallelHead(head, communicator, spec.vocab_size)
 
 
 def _logits(

@@ -12,8 +12,8 @@ from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.models.parallel import TensorParallel, make_plan, rank_spec, rank_table, share_table
+from bladellm_runtime.models.decoder import Decoder, StageEnds
+from bladellm_runtime.models.parallel import TensorParallel, make_plan, share_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
 from bladellm_runtime.models.sources import CheckpointSource, DummySource, Source
@@ -43,7 +43,7 @@ def load_model(
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     whole = weight_table(spec)
-    table = whole if parallel is None else rank_table(spec, parallel.plan, parallel.communicator.rank)
+    table = whole if parallel is None else parallel.table(spec)
     model = _Model(folder, spec, table, device, dtype, parallel)
     if load_format == "dummy":
         config = folder / "config.json"
@@ -53,7 +53,7 @@ def load_model(
         return model.build(DummySource(whole, seed, scale_dtype), schemes)
     if is_split(folder):
         make_plan(folder, *model.degrees)  # refuses other degrees
-        with open_rank(folder, 0, model.rank) as shares:
+        with open_rank(folder, *model.place) as shares:
             return replace(model, table=share_table(table)).read(shares.stored, shares.check(whole, spec), shares)
     with open_checkpoint(folder) as checkpoint:
         return model.read(checkpoint, checkpoint.check(whole, spec))
@@ -71,8 +71,9 @@ class _Model:
     parallel: TensorParallel | None
 
     @property
-    def rank(self) -> int:
-        return 0 if self.parallel is None else self.parallel.communicator.rank
+    def place(self) -> tuple[int, int]:
+        """Stage and tensor-parallel rank."""
+        return (0, 0) if self.parallel is None else (self.parallel.stage, self.parallel.rank)
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -100,8 +101,8 @@ class _Model:
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
         if self.parallel is None:
             return Decoder(self.spec, weights)
-        communicator = self.parallel.communicator
-        return Decoder(rank_spec(self.spec, self.parallel.plan, self.rank), weights, communicator)
+        ends = StageEnds(self.parallel.is_first, self.parallel.is_last)
+        return Decoder(self.parallel.spec(self.spec), weights, self.parallel.communicator, ends)
 
 
 def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.dtype) -> None:

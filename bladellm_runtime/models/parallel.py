@@ -1,4 +1,4 @@
-"""A tensor-parallel rank's model: its spec, and what it holds of every tensor.
+"""A rank's model: its spec, and what it holds of every tensor.
 
 All ranks have as many KV heads, and as many query heads to each of them, as the largest one. Where a rank has
 fewer, its rows of the q, k and v projections and its columns of the o projection are filled up with zeros.
@@ -16,15 +16,45 @@ from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.cut import Cut, make_cut
 from bladellm_runtime.models.cutting import describe_shape
 from bladellm_runtime.models.folder import file_in, read_json
+from bladellm_runtime.models.stages import stage_spec, stage_table
 from bladellm_runtime.models.weights import Part, WeightTable, weight_table
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The plan of a whole model, and the ranks that hold the same layers."""
+    """The plan of a whole model, and the ranks that hold the same layers; None where this one has no other.
+
+    stage: of the pipeline, whose layers these are.
+    """
 
     plan: ParallelPlan
-    communicator: Communicator
+    communicator: Communicator | None
+    stage: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Among the ranks that hold the same layers."""
+        return 0 if self.communicator is None else self.communicator.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing comes before the stage."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing comes behind it."""
+        return self.stage == len(self.plan.stages) - 1
+
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """What the rank runs of a whole model."""
+        own = spec if self.communicator is None else rank_spec(spec, self.plan, self.rank)
+        return stage_spec(own, self.plan, self.stage)
+
+    def table(self, spec: ModelSpec) -> WeightTable:
+        """What the rank holds of a whole model."""
+        own = weight_table(spec) if self.communicator is None else rank_table(spec, self.plan, self.rank)
+        return stage_table(own, self.plan, self.stage)
 
 
 def make_plan(folder: Path, degree: int, stages: int = 1) -> ParallelPlan:

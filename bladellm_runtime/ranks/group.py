@@ -21,6 +21,7 @@ from bladellm_runtime.ranks.launch import (
     start_rank,
 )
 from bladellm_runtime.ranks.messages import CloseRank, Hello, RankOrder, Serve
+from bladellm_runtime.ranks.results import ResultReceiver
 from bladellm_runtime.ranks.watchdog import Watchdog
 
 WATCH_SECONDS = 0.1
@@ -76,9 +77,10 @@ class Ranks:
         self.meeting = meeting_of(args, Path(self._folder.name))
         secret = read_secret(args)
         others = range(1, args.world_size)
-        self._dog = Watchdog(others)
+        self._dog = Watchdog(others, args.pipeline_parallel_size)
         try:
             self._channel = PlanSender(self.meeting.plans, others, secret)
+            self.results = ResultReceiver(self.meeting.results, secret) if args.pipeline_parallel_size > 1 else None
         except ChannelBroken as error:
             raise ConfigError(f"{error}; --dist_init_addr must be a free port of this host") from error
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -154,6 +156,8 @@ class Ranks:
                 with suppress(BrokenPipeError):
                     process.stdin.close()
         self._channel.close()
+        if self.results is not None:
+            self.results.close()
         self._folder.cleanup()
 
     def _watch(self) -> None:

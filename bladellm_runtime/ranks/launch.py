@@ -23,10 +23,12 @@ FEWEST_SECRET_BYTES, MOST_SECRET_BYTES = 16, 4096
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where ranks meet. plans: the ZMQ address of rank 0's step plans. group: of `distributed.communicator.connect`."""
+    """Where ranks meet. plans: the ZMQ address of rank 0's step plans. group: of `distributed.communicator.connect`.
+    results: the ZMQ address to which a pipeline's results go."""
 
     plans: str
     group: str
+    results: str
 
 
 class RankLaunch(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,12 +47,12 @@ class RankLaunch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def meeting_of(args: EngineArgs, folder: Path) -> Meeting:
-    """Between hosts at --dist_init_addr and the port behind it; on one host in a folder that only this user may enter.
+    """Between hosts at --dist_init_addr and the two ports behind it; on one host in a folder that is this user's alone.
 
     Raises `ConfigError` when the host's name is unknown.
     """
     if args.dist_init_addr is None:
-        return Meeting(f"ipc://{folder / 'plans'}", f"file://{folder / 'group'}")
+        return Meeting(f"ipc://{folder / 'plans'}", f"file://{folder / 'group'}", f"ipc://{folder / 'results'}")
     address = args.dist_init_addr
     host, port = split_address(address)
     try:
@@ -58,7 +60,7 @@ def meeting_of(args: EngineArgs, folder: Path) -> Meeting:
     except OSError as error:
         raise ConfigError(f"--dist_init_addr {address}: {host} is not known here ({error.strerror})") from error
     numeric = f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
-    return Meeting(f"tcp://{numeric}:{port}", f"tcp://{numeric}:{port + 1}")
+    return Meeting(*(f"tcp://{numeric}:{port + number}" for number in range(3)))
 
 
 def read_secret(args: EngineArgs) -> Secret | None:

@@ -10,7 +10,7 @@ import msgspec
 
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.shared_reads import PrefixGroup
-from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult
 
 
 class ShowMessage(msgspec.Struct, tag=0, frozen=True, array_like=True):
@@ -124,11 +124,19 @@ class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
     own: bool
 
 
+class StepDone(msgspec.Struct, frozen=True, array_like=True):
+    """What a step of a pipeline produced; from its last stage."""
+
+    step: int
+    result: StepResult
+
+
 RankReport = Hello | Pulse | RankFailed
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 # A decoder's type parameter cannot be a union for mypy, hence the annotation.
 decode_report: Callable[[bytes], RankReport] = msgspec.msgpack.Decoder(RankReport).decode
+decode_done: Callable[[bytes], StepDone] = msgspec.msgpack.Decoder(StepDone).decode
 decode_order: Callable[[bytes], Numbered] = msgspec.msgpack.Decoder(Numbered).decode
 
 

@@ -37,8 +37,10 @@ class Watchdog:
     step nothing can be said: on a CPU steps may be long, and before one a GPU's kernel may have to be compiled.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], stages: int = 1) -> None:
+        """stages: of a pipeline, one after the other of which a step passes."""
         self._states = {rank: RankState() for rank in ranks}
+        self._stages = stages
         self.serving = False
         """Whether the engine is ready."""
 
@@ -98,8 +100,10 @@ class Watchdog:
         if state.heard is not None and now - state.heard > limit:
             return f"has not answered for {limit:g} seconds"
         idle = state.begun == state.done and state.begun < sent
-        if not (idle or state.on_device or state.done < done):
+        due = idle or state.done < done
+        allowed = limit if due else limit * self._stages
+        if not (due or state.on_device):
             state.moved = now
-        elif now - state.moved > limit:
-            return f"has done nothing for {limit:g} seconds, although it had to"
+        elif now - state.moved > allowed:
+            return f"has done nothing for {allowed:g} seconds, although it had to"
         return None

@@ -1,5 +1,7 @@
 """What must hold of the scheduler's state between calls. For tests: visits every sequence."""
 
+from collections import Counter
+
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.roster import Roster
@@ -31,7 +33,9 @@ def _list_rules(roster: Roster, limits: SchedulerLimits) -> dict[str, bool]:
         "live and listed sequences differ": filed != set(roster.live),
         "something waiting arrived before something running": bool(running and roster.waiting)
         and max(seq.order for seq in running) > roster.waiting[0].order,
-        "more sequences decode than fit into a step": len(roster.decoding) > limits.max_batch_tokens,
+        "more sequences decode than fit into a step": any(
+            count > limits.max_batch_tokens for count in Counter(seq.group for seq in roster.decoding).values()
+        ),
         "a sequence is planned beyond its end": any(seq.planned > seq.kv_end for seq in roster.live.values()),
         "a running sequence is planned beyond its memory": any(seq.planned > seq.reserved for seq in running),
     }

@@ -1,10 +1,12 @@
 """`Planner`: fills a step with decode rows, prefill chunks and new requests."""
 
+from collections.abc import Iterable
 from itertools import chain
 
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.micro_batches import has_room
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
 from bladellm_runtime.scheduler.roster import Roster
@@ -16,12 +18,18 @@ class Planner:
 
     Every decoding sequence keeps one token of the step's budget, planned or not. Since each prefill that ends took at
     least one token from the rest, there are never more decoding sequences than fit into one step: none has to take
-    turns, and prefills wait while they fill the step.
+    turns, and prefills wait while they fill the step. With several micro-batches all this holds of the one that the
+    step is for; new requests come to the smaller ones.
     """
 
-    def __init__(self, limits: SchedulerLimits, roster: Roster, shared_reads: SharedReads | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, roster: Roster, shared_reads: SharedReads | None = None, groups: int = 1
+    ) -> None:
+        """groups: micro-batches that take turns."""
         self.limits = limits
         self._roster = roster
+        self._groups = groups
+        self._group = 0
         self.shared_reads = shared_reads
         """Says which decode rows read what they share once; None: each reads for itself."""
         self._half_granule = roster.slots.granule_tokens // 2
@@ -29,9 +37,10 @@ class Planner:
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
 
-    def fill(self, plan: StepPlan, now: float) -> None:
-        """Add rows to an empty plan; it stays empty when nothing can run now."""
-        budget = self.limits.max_batch_tokens - len(self._roster.decoding)
+    def fill(self, plan: StepPlan, now: float, group: int = 0) -> None:
+        """Add rows of a micro-batch to an empty plan; it stays empty when nothing of it can run now."""
+        self._group = group
+        budget = self.limits.max_batch_tokens - self._decoding()
         self._add_decodes(plan)
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget)
@@ -40,11 +49,39 @@ class Planner:
         if budget <= 0 and plan.slots:
             self._admit_ahead(plan, now)
         if self.shared_reads is not None and plan.num_decode == len(plan.slots):
-            plan.prefixes = self.shared_reads.groups(plan.slots)
+            plan.prefixes = self.shared_reads.groups(plan.slots, group)
+
+    def _own(self, sequences: list[Sequence]) -> Iterable[Sequence]:
+        """Those of the micro-batch that the step is for; shows what becomes of the list meanwhile."""
+        if self._groups == 1:
+            return sequences
+        group = self._group
+        return (seq for seq in sequences if seq.group == group)
+
+    def _decoding(self) -> int:
+        """How many sequences of that micro-batch decode."""
+        decoding = self._roster.decoding
+        return len(decoding) if self._groups == 1 else sum(seq.group == self._group for seq in decoding)
+
+    def _has_room(self) -> bool:
+        """Whether the micro-batch that the step is for may get another sequence."""
+        if self._groups == 1:
+            return True
+        sizes = [0] * self._groups
+        for seq in self._roster.running():
+            sizes[seq.group] += 1
+        return has_room(self._group, sizes, len(self._roster.waiting), len(self._roster.slots.owner))
+
+    def _let_in(self, now: float) -> Sequence | None:
+        """Let the head of the queue into the micro-batch that the step is for, if there is room for it."""
+        seq = self._roster.admit(now) if self._has_room() else None
+        if seq is not None:
+            seq.group = self._group
+        return seq
 
     def _bounded(self, bound: StepBound, plan: StepPlan, limit: int) -> int:
         """The budget for prompt tokens beside the plan's decode rows."""
-        line = chain(self._roster.prefilling, self._roster.waiting)
+        line = chain(self._own(self._roster.prefilling), self._roster.waiting)
         first = next(line, None)
         if first is None:
             return limit
@@ -64,7 +101,7 @@ class Planner:
         last_rows: list[Sequence] = []
         self._short_rows = 0
         # Growing may preempt, which shortens this list behind the current sequence, never before it.
-        for seq in self._roster.decoding:
+        for seq in self._own(self._roster.decoding):
             start = seq.planned
             if start >= seq.reserved and not self._grow(seq):
                 continue
@@ -98,7 +135,7 @@ class Planner:
         return True
 
     def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
-        for seq in self._roster.prefilling.copy():
+        for seq in list(self._own(self._roster.prefilling)):
             if budget == 0:
                 break
             budget -= self._add_chunk(plan, seq, budget)
@@ -106,7 +143,7 @@ class Planner:
 
     def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
         while budget > 0 and self._roster.waiting:
-            seq = self._roster.admit(now)
+            seq = self._let_in(now)
             if seq is None:
                 break
             budget -= self._add_chunk(plan, seq, budget)
@@ -114,9 +151,12 @@ class Planner:
 
     def _admit_ahead(self, plan: StepPlan, now: float) -> None:
         """Let the head of the queue in although this step is full, if all that were let in before have a part in it:
-        its memory is mapped while the step runs, and the next one finds it there."""
+        its memory is mapped while the step runs, and the next one finds it there.
+
+        Not with several micro-batches: those behind it in the queue would begin before its turn comes.
+        """
         roster = self._roster
-        if not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
+        if self._groups > 1 or not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
             return
         seq = roster.admit(now, ahead=True)
         if seq is not None:

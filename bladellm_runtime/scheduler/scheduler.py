@@ -11,6 +11,7 @@ from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler import invariants
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, make_sequence, refusal
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.planner import Planner
 from bladellm_runtime.scheduler.prefill_budget import StepBound
@@ -42,15 +43,18 @@ class Scheduler:
         memory: KvAccounting,
         clock: Callable[[], float] = time.monotonic,
         sharing: SharingRule | None = None,
+        micro_batches: MicroBatches | None = None,
     ) -> None:
-        """sharing: when decode rows read what they share once; never when None."""
+        """sharing: when decode rows read what they share once; never when None. micro_batches: which running sequences
+        a step is for; all of them when None."""
         self._limits = limits
         self._memory = memory
         self._clock = clock
         self._capacity = kv_capacity(memory.spec)
         shared_reads = None if sharing is None else SharedReads(memory, sharing)
         self._roster = Roster(memory, shared_reads)
-        self._planner = Planner(limits, self._roster, shared_reads)
+        self._micro_batches = micro_batches or MicroBatches()
+        self._planner = Planner(limits, self._roster, shared_reads, self._micro_batches.count)
         self._reader = ResultReader(self._roster)
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._added = 0
@@ -110,12 +114,16 @@ class Scheduler:
         """
         now = self._clock()
         plan = StepPlan(self._planned + 1)
-        self._planner.fill(plan, now)
-        if not plan.slots:
+        for group in self._micro_batches.turns():
+            self._planner.fill(plan, now, group)
+            if plan.slots:
+                break
+        else:
             return None
         plan.memory = self._memory.drain_ops()
         self._planned = plan.step
         self._in_flight.append((plan, now))
+        self._micro_batches.planned(group)
         return plan
 
     def complete(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestDelta]:
@@ -126,6 +134,7 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0][0] is not plan:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         _, planned_at = self._in_flight.popleft()
+        self._micro_batches.completed()
         slots = self._roster.slots
         slots.completed = plan.step
         deltas = self._reader.read(plan, result)
@@ -146,6 +155,7 @@ class Scheduler:
         to the queue, and no prompt stays cached. Nothing may run on the device."""
         self._given_up += len(self._in_flight)
         self._in_flight.clear()
+        self._micro_batches.give_up()
         self._roster.slots.completed = self._planned
         self._memory.complete(self._planned)
         self._roster.requeue_all()

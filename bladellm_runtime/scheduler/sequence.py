@@ -35,7 +35,8 @@ class Sequence:
     plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
     `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
-    `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence.
+    `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence. `group`: the
+    micro-batch it runs in.
     """
 
     order: int
@@ -61,6 +62,7 @@ class Sequence:
     cached: int = -1
     failed: bool = False
     loaded: bool = False
+    group: int = 0
 
     @property
     def generated(self) -> int:

@@ -64,6 +64,9 @@ def main() -> None:
     parser.add_argument("--max_running_requests", type=int, default=256)
     parser.add_argument("--target_tbt_ms", type=float, default=0.0, help="bound of steps with decodes; 0: none")
     parser.add_argument("--kv_cache_gib", type=float)
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
+    parser.add_argument("--pipeline_parallel_size", type=int, default=1)
+    parser.add_argument("--pipeline_micro_batch", type=int)
     for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy"),
                           ("attn_cls", "ragged_flash"), ("kv_cache_quant", "no_quant")):  # fmt: skip
         parser.add_argument(f"--{name}", default=default)
@@ -76,6 +79,8 @@ def main() -> None:
             max_model_len=args.input + args.output + 8, max_running_requests=args.max_running_requests,
             attn_cls=args.attn_cls, kv_cache_quant=args.kv_cache_quant, kv_cache_gib=args.kv_cache_gib,
             target_tbt_ms=args.target_tbt_ms, disable_prompt_cache=True,
+            tensor_parallel_size=args.tensor_parallel_size, pipeline_parallel_size=args.pipeline_parallel_size,
+            pipeline_micro_batch=args.pipeline_micro_batch,
         )
     )  # fmt: skip
     found = measure(engine, args.requests, args.input, args.output, args.seed)

@@ -114,7 +114,6 @@ def test_requests_without_a_seed_get_the_same_on_all_ranks(demo_model):
     ("options", "sentence"),
     [
         ({"tensor_parallel_size": 7}, "--tensor_parallel_size 7 is not from 1 to the model's 6 query heads"),
-        ({"pipeline_parallel_size": 2}, "--pipeline_parallel_size above 1 is not supported"),
         ({"nnodes": 2, "tensor_parallel_size": 2}, "--dist_init_addr is missing"),
         ({"dist_init_addr": "127.0.0.1:5000"}, "--dist_init_addr is for several hosts; set --nnodes"),
         ({"node_rank": 1}, "--node_rank 1 must be below --nnodes 1"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine import build
+from bladellm_runtime.engine import build_runner
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.engine.captured_sampling import GreedySampling, KernelSampling
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -186,7 +186,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch,
     for way in (sizes, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
         captures_all = all_kinds and way is sizes
-        monkeypatch.setattr(build, "SamplingState", KernelState if captures_all else SamplingState)
+        monkeypatch.setattr(build_runner, "SamplingState", KernelState if captures_all else SamplingState)
         args = {"kv_cache_gib": gib} | shape | options | way
         engine = build_engine(EngineArgs(model=str(demo_model), **args), capture)
         requests = requests or random_requests(rng, 30, engine.ready.vocab_size)

@@ -65,6 +65,20 @@ def test_a_rank_that_takes_no_orders_hangs_and_so_does_one_that_does_not_finish(
         assert dog.verdict(2 * LATE, 9, done, {}) == "rank 1 has done nothing for 6 seconds, although it had to"
 
 
+def test_a_step_may_take_as_long_on_every_stage():
+    """Of what rank 0 has not finished either; what it has finished is due."""
+    for done, limit in ((5, 3 * SILENT_SECONDS), (7, SILENT_SECONDS)):
+        dog = Watchdog([1], stages=3)
+        dog.serving = True
+        dog.hear(Hello(1, {}), 0.0)
+        now = 0.0
+        while (verdict := dog.verdict(now, 9, done, {})) is None:
+            now += 0.5
+            dog.hear(Pulse(1, 7, 6, True), now)
+        assert limit < now <= limit + 1.5
+        assert verdict == f"rank 1 has done nothing for {limit:g} seconds, although it had to"
+
+
 def test_the_cause_comes_before_its_effects():
     dog = serving(1, 2, 3)
     dog.hear(RankFailed(3, "RuntimeError: connection closed by peer", False), 1.0)

@@ -1,10 +1,13 @@
 """A scheduler on a fake device, and the front end that it answers: each delta is checked against what must come."""
 
+from collections import Counter
+
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.shared_reads import SharingRule
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta
@@ -30,11 +33,15 @@ class Simulation:
         prompt_cache: bool = True,
         seed: int = 0,
         sharing: SharingRule | None = ANY_GROUP,
+        groups: int = 1,
     ) -> None:
-        self.limits, self.spec, self.depth = limits, spec, depth
+        """depth: of one micro-batch; with several one step more in flight for each."""
+        self.limits, self.spec, self.depth = limits, spec, depth + groups - 1
+        self.each, self.groups = depth, groups
         self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache)
         self.now = 0.0
-        self.scheduler = Scheduler(limits, self.memory, clock=lambda: self.now, sharing=sharing)
+        micro_batches = MicroBatches(groups, depth) if groups > 1 else None
+        self.scheduler = Scheduler(limits, self.memory, lambda: self.now, sharing, micro_batches)
         self.requests: dict[int, AddRequest] = {}
         self.deltas: dict[int, list[RequestDelta]] = {}
         self.aborted: set[int] = set()
@@ -83,6 +90,7 @@ class Simulation:
             assert self.device.in_flight or not self.live, "requests wait, nothing runs: stalled"
             return None
         self._check_order(plan)
+        self._check_slots(plan)
         self.device.launch(plan)
         return plan
 
@@ -187,6 +195,11 @@ class Simulation:
         decodes = [running[slot] for slot in plan.slots[: plan.num_decode]]
         assert decodes == sorted(decodes), "decode rows are not oldest first"
         assert all(running[slot] in live for slot in plan.slots), "a row is planned for an ended request"
+
+    def _check_slots(self, plan: StepPlan) -> None:
+        """No slot is in more steps in flight than it is with one micro-batch."""
+        times = Counter(slot for earlier, _ in self.device.in_flight for slot in earlier.slots)
+        assert all(times[slot] < self.each for slot in plan.slots)
 
     def _receive(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:

@@ -34,10 +34,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 3, 20]),
         memory=st.fixed_dictionaries({"shares": st.booleans(), "prompt_cache": st.booleans(), "seed": st.integers()}),
         depth=st.integers(1, 2),
+        groups=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, max_model_len, **limits):
+    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, groups, max_model_len, **most):
         spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
-        self.sim = Simulation(limits_of(max_model_len=max_model_len, **limits), spec, depth, **memory)
+        self.sim = Simulation(limits_of(max_model_len=max_model_len, **most), spec, depth, groups=groups, **memory)
 
     @rule(
         prompt=prompts,
@@ -120,11 +121,11 @@ class TestSchedulerLong(SchedulerMachine.TestCase):
 
 
 def run_workload(
-    seed: int, depth: int, *, granules: int, budget: int, chunk: int
+    seed: int, depth: int, *, granules: int, budget: int, chunk: int, groups: int = 1
 ) -> tuple[list[list[RequestDelta]], int]:
     """Requests that arrive over time; returns what each got, and the preemptions it took."""
     draw = random.Random(seed)
-    sim = Simulation(limits_of(budget, chunk, 60), spec_of(3, granules, 6, 60), depth)
+    sim = Simulation(limits_of(budget, chunk, 60), spec_of(3, granules, 6, 60), depth, groups=groups)
     for _ in range(12):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))]
         sim.add(prompt, max_tokens=draw.randint(1, 30), ignore_eos=draw.random() < 0.7, logprobs=0, prompt_logprobs=0)

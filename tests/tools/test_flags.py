@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from bladellm_runtime.config import EngineArgs, ServingArgs, flag
@@ -61,6 +61,8 @@ def command_line(draw: st.DrawFn) -> tuple[list[str], dict[str, Any]]:
         name = item.name.replace("_", "-") if draw(st.booleans()) else item.name
         texts = [str(one).lower() if item.kind is bool else str(one) for one in (value if item.is_list else [value])]
         arguments += [f"--{name}={texts[0]}", *texts[1:]] if draw(st.booleans()) else [f"--{name}", *texts]
+    # The two that cannot be together whatever is served.
+    assume(not values.get("disable_frontend_multiprocessing") or values.get("frontend_processes", 1) == 1)
     return arguments, values
 
 
