@@ -107,6 +107,8 @@ def build_runner(
         if ranks is not None:
             ranks.barrier()
     with times.phase("allocate memory"):
+        if ranks is not None and parallel is not None:
+            place.write_to_ranks(args, ranks, parallel, model, table)
         sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
         table.add("sampling state", sampling.bytes)
         kv_spec, arena = allocate_kv(args, spec, shape, device, max_model_len, table, ranks)

@@ -7,7 +7,9 @@ import torch
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.communicator import GroupCommunicator, connect, disconnect, make_communicator
+from bladellm_runtime.engine.memory import MemoryTable
 from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.parallel import TensorParallel, make_plan, rank_spec
 
 
@@ -37,6 +39,15 @@ class RankPlace:
             return None, spec
         plan = make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
         return TensorParallel(plan, ranks), rank_spec(spec, plan, ranks.rank)
+
+    def write_to_ranks(
+        self, args: EngineArgs, ranks: GroupCommunicator, parallel: TensorParallel, model: Decoder, table: MemoryTable
+    ) -> None:
+        """Let GPUs write the rows of decode steps to each other's memory, where they can."""
+        if model.device.type == "cuda":
+            rows, columns = args.max_running_requests, parallel.plan.vocab_rows
+            taken = ranks.write_to_ranks(rows, model.spec.hidden_size, columns, model.dtype, model.device)
+            table.add("sums over ranks", taken)
 
     def leave(self) -> None:
         """Leave the others, who are not to be asked for anything any more."""
