@@ -2,12 +2,14 @@
 
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from bladellm_kernels import rank_exchange
 from bladellm_kernels.all_reduce import AllReduce, all_reduce_reference
-from bladellm_kernels.rank_exchange import NoExchangeError, agree, same_everywhere
+from bladellm_kernels.rank_exchange import NoExchangeError, agree, open_exchange, same_everywhere
 from bladellm_kernels.rms_norm import rms_norm_reference
 
 from tests.kernels.conditions import DTYPES, assert_close
@@ -39,6 +41,12 @@ def be_rank(rank: int, ranks: int, folder: str) -> None:
         agree(dist.group.WORLD, None, "mine" if rank == 0 else "")
     assert same_everywhere(dist.group.WORLD, None, 7)
     assert not same_everywhere(dist.group.WORLD, None, rank)
+    with (
+        mock.patch.object(rank_exchange, "_obstacle", return_value=""),
+        mock.patch.object(rank_exchange, "_RENDEZVOUS", ["0"] * rank),
+        pytest.raises(NoExchangeError, match="been in another group before"),
+    ):
+        open_exchange(dist.group.WORLD, 1, 4, 1, torch.device("cpu"))
     dist.destroy_process_group()
 
 
