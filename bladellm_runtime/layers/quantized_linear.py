@@ -60,6 +60,10 @@ OPERATORS: dict[str, Operator] = {
 }
 """By `Scheme.name`."""
 
+FUSED_ROWS = 9
+"""Fewest rows of x for which compounds with norms are one kernel each. A step of Llama-3.1-8B in 4 bits on an H200 takes
+2.54 ms with them instead of 2.58 at 16 rows, 3.09 for 3.11 at 32, 2.19 for 2.18 at 8 and 2.04 for 1.92 at one."""
+
 
 class QuantizedLinear(LinearLayer):
     """`x · weightᵀ + bias` of a quantized weight. x [T, in] and bias [out] of type `dtype`; returns [T, out] of it."""
@@ -85,7 +89,7 @@ class QuantizedLinear(LinearLayer):
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # In float16 x · weight can be out of range before the division of the norm.
-        if self.units is None or self.dtype == torch.float16:
+        if self.units is None or self.dtype == torch.float16 or rows < FUSED_ROWS:
             return False
         from bladellm_kernels.normed_unit_linear import unit_norm_schedule
 

@@ -56,8 +56,7 @@ class DecodeSchedule:
 
 
 LIGHT_SCHEDULES = (
-    (1, DecodeSchedule(64, 3, 4, 1, idle_ns=_IDLE_NS)),
-    (1 << 30, DecodeSchedule(64, 4, 4, 1, idle_ns=_IDLE_NS)),
+    (1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),
 )
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
 

@@ -14,9 +14,9 @@ MANY_ROWS = 1024
 """Rows of x from which on a gate-up projection and its SiLU · mul by `many_rows_linear` are faster than by cuBLAS and a
 kernel behind it: 362 µs of 379 with 1,024 rows on an H200, 2,827 of 2,928 with 8,192 (Llama-3.1-8B)."""
 
-NORM_ROWS = (2, 16)
-"""Fewest and most rows of x for which layers with norms are kernels, where nobody measured their shapes: for one row
-`linear`'s kernel without tensor cores is faster, for many rows cuBLAS."""
+NORM_ROWS = (1, 16)
+"""Fewest and most rows of x for which layers with norms are kernels, where nobody measured their shapes: for many rows
+cuBLAS is faster."""
 
 GEMV_ROWS = 4
 """Most rows of x for products without tensor cores: with more of them arithmetic is no longer hidden."""

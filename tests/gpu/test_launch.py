@@ -21,9 +21,10 @@ PARAMS = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("names", [["greedy"], ["filters"], ["penalties"], ["bias"], ["logprobs"], list(PARAMS)])
-def test_launch_never_synchronises(demo_model, monkeypatch, names):
-    with LLM(str(demo_model), device="cuda", kv_cache_gib=0.5, prefill_chunk_tokens=7) as llm:
+def test_launch_never_synchronises(demo_model, monkeypatch, names, dtype):
+    with LLM(str(demo_model), device="cuda", dtype=dtype, kv_cache_gib=0.5, prefill_chunk_tokens=7) as llm:
         runner = llm._engine.core._runner
         prompts = [[7, 8, 9, index + 20, *range(50, 50 + 3 * index)] for index in range(10)]
         params = [PARAMS[names[index % len(names)]] for index in range(10)]
@@ -39,7 +40,8 @@ def test_launch_never_synchronises(demo_model, monkeypatch, names):
 
         monkeypatch.setattr(runner, "launch", guarded)
         again = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    assert again == warm
+    if dtype == "float32":  # else rounding depends on what the prompt cache leaves of a chunk
+        assert again == warm
 
 
 def test_cpu_and_cuda_agree(demo_model):

@@ -156,8 +156,8 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load)
     assert (compiled.metadata.shared + 1024) * schedule.ctas_per_sm <= 228 * 1024
     assert compiled.metadata.shared <= 227 * 1024
     text = compiled.asm["ptx"]
-    assert ("nanosleep" in text) == load.get("light", False)
-    assert "%globaltimer" not in text
+    assert ("nanosleep" in text) == (schedule.idle_ns > 0)
+    assert ("%globaltimer" in text) == (schedule.stay_ns > 0)
     assert "mma.sync.aligned.m16n8k16" in text
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
     loop = inner_loop(compiled.asm["ttgir"])

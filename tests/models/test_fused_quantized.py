@@ -25,7 +25,9 @@ LAYER_ERROR, LINEARS = 1e-5, 8
 
 @pytest.fixture
 def on_units(monkeypatch):
-    """Weights are packed as on a Hopper, for activations of every type, and their kernels run in Python."""
+    """Weights are packed as on a Hopper, for activations of every type, and their kernels run in Python, of one row
+    too."""
+    monkeypatch.setattr("bladellm_runtime.layers.quantized_linear.FUSED_ROWS", 1)
     for module in ("w4a16_linear", "w8a16_linear"):
         monkeypatch.setattr(f"bladellm_kernels.{module}.runs_on_units", lambda *weight: True)
     run_units_in_python(monkeypatch, True)
