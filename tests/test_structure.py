@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "text": {*BASE, "wire"},
     "kv": {*BASE, "kernels"},
     "quantization": BASE,
-    "distributed": {*BASE, "quantization"},
+    "distributed": {*BASE, "quantization", "kernels"},
     "layers": {*BASE, "kv", "quantization", "kernels", "distributed"},
     "models": {*BASE, "layers", "kv", "quantization", "kernels", "distributed"},
     "scheduler": {*BASE, "wire", "kv"},

@@ -1,7 +1,8 @@
 """`Communicator`: what the ranks of a group do together, over gloo on CPUs and NCCL on GPUs.
 
-On GPUs the operations on tensors are only enqueued, on the current stream, and can be captured in CUDA graphs. All
-ranks of a group must call the same operations in the same order. A group of one rank needs no communicator at all.
+Between GPUs of one host few rows go another way, in one kernel with the norm behind a sum (`AllReduce`). On GPUs the
+operations on tensors are only enqueued, on the current stream, and can be captured in CUDA graphs. All ranks of a group
+must call the same operations in the same order, on one stream. A group of one rank needs no communicator at all.
 """
 
 import logging
@@ -15,6 +16,8 @@ from urllib.parse import SplitResult, urlsplit
 import psutil
 import torch
 import torch.distributed as dist
+from bladellm_kernels.all_reduce import AllReduce
+from bladellm_kernels.delayed_norm import DelayedNorm
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from bladellm_runtime.errors import ConfigError
@@ -41,6 +44,20 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x, contiguous, by the sum of all ranks' x. Returns x; every rank gets the same bits."""
 
+    def add_norm(
+        self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the sum of all ranks' y to the residual stream, in place, and normalise it; y may be overwritten.
+
+        y, residual [T, N], weight [N], contiguous, of one type; the latter two the same on all ranks. Returns
+        (normed, residual); every rank gets the same bits.
+        """
+
+    def add_delayed_norm(
+        self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, DelayedNorm]:
+        """The same, its norm left to the next linear layer. Returns (residual, norm)."""
+
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., N] of one shape on all ranks -> [..., size · N], the ranks' parts side by side."""
 
@@ -56,17 +73,37 @@ class GroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._sums = AllReduce(group, rows=0, hidden=1, dtype=torch.float32)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
+    def write_to_ranks(self, rows: int, hidden: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
+        """From now on ranks on GPUs of one host join few rows by writing to each other's memory, if they can.
+
+        rows: how many at most; hidden: of a row that is added up; columns: of a rank's part of a row that is gathered;
+        all ranks give the same. No graph may be being captured. Returns the bytes of this rank's device that it takes.
+        """
+        self._sums = AllReduce(
+            self._group, rows=rows, hidden=hidden, dtype=dtype, device=device, gather_columns=columns,
+            gather_dtype=dtype,
+        )  # fmt: skip
+        return self._sums.bytes
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=self._group)
-        return x
+        return self._sums.all_reduce(x)
+
+    def add_norm(
+        self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sums.add_norm(y, residual, weight, eps)
+
+    def add_delayed_norm(
+        self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, DelayedNorm]:
+        return self._sums.add_delayed_norm(y, residual, weight, eps)
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        _all_gather(parts.flatten(0, 1), x.contiguous(), self._group)  # gloo takes no dimension of ranks
-        return torch.cat(parts.unbind(), dim=-1)
+        return self._sums.all_gather_last(x.contiguous())
 
     def barrier(self) -> None:
         self.min_int(0)
@@ -162,7 +199,3 @@ def abort() -> None:
             dist.distributed_c10d._abort_process_group()
         except (RuntimeError, ValueError, NotImplementedError) as error:  # gloo notices by itself that others are gone
             logger.debug("the group could not be aborted: %s", error)
-
-
-# Newer versions of torch have the same under a new name, and warn of the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

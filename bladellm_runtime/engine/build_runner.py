@@ -108,6 +108,8 @@ def build_runner(
         if others is not None:
             others.every.barrier()
     with times.phase("allocate memory"):
+        if others is not None and parallel is not None:
+            place.write_to_ranks(args, others, parallel, model, table)
         sampling = None
         if model.ends.last:
             sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)

@@ -8,9 +8,10 @@ import torch
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.communicator import GroupCommunicator, connect, disconnect, make_communicator
 from bladellm_runtime.distributed.links import PipelineLinks, make_links
+from bladellm_runtime.engine.memory import MemoryTable
 from bladellm_runtime.engine.stage import PipelineStage, Stage
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.decoder import StageEnds
+from bladellm_runtime.models.decoder import Decoder, StageEnds
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
 
 
@@ -64,6 +65,15 @@ class RankPlace:
         if others is None or others.links is None:
             return Stage()
         return PipelineStage(ends, args.steps_in_flight, others.links, args.max_running_requests, device)
+
+    def write_to_ranks(
+        self, args: EngineArgs, others: Others, parallel: TensorParallel, model: Decoder, table: MemoryTable
+    ) -> None:
+        """Let GPUs that hold the same layers write the rows of decode steps to each other's memory, where they can."""
+        if others.layer is not None and model.device.type == "cuda":
+            rows, columns = args.max_running_requests, parallel.plan.vocab_rows
+            taken = others.layer.write_to_ranks(rows, model.spec.hidden_size, columns, model.dtype, model.device)
+            table.add("sums over ranks", taken)
 
     def leave(self) -> None:
         """Leave the others, who are not to be asked for anything any more."""

@@ -11,6 +11,8 @@ from bladellm_kernels.linear_schedules import MANY_ROWS, MAX_ROWS
 from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
 from bladellm_kernels.silu_mul import silu_mul
 
+from bladellm_runtime.layers.norm import RmsNorm
+
 
 class LinearLayer(ABC):
     """What a decoder needs of a linear layer, however its weight is stored.
@@ -32,6 +34,12 @@ class LinearLayer(ABC):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         """Add the layer of x [T, in] to residual [T, out], in place, where that saves a kernel. Whether it did."""
         return False
+
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, norm: RmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the layer of x [T, in] to the residual stream [T, out], in place. Returns (normed, stream)."""
+        if self.add_to(residual, x):
+            return norm.add(residual, None)
+        return norm.add(self(x), residual)
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         """Whether the compounds with norms are kernels for so many rows, `gated`: `normed_silu_mul`, not the others."""

@@ -5,7 +5,9 @@ from bladellm_kernels.rms_norm import add_rms_norm, gather_add_rms_norm, rms_nor
 
 
 class RmsNorm:
-    """Normalises the last dimension; weight [N]."""
+    """Normalises the last dimension; weight [N]. rows: those normalised alone, int64 [R]; None for all."""
+
+    rows: torch.Tensor | None = None
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
@@ -31,6 +33,8 @@ class RmsNorm:
 
 class RowsRmsNorm(RmsNorm):
     """The norm of a stream that ends here, in a few rows: those of tokens whose logits are wanted."""
+
+    rows: torch.Tensor
 
     def __init__(self, weight: torch.Tensor, eps: float, rows: torch.Tensor) -> None:
         super().__init__(weight, eps)

@@ -10,6 +10,7 @@ from bladellm_kernels.embedding import embedding
 from bladellm_runtime.distributed.communicator import Communicator
 from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import LinearLayer
+from bladellm_runtime.layers.norm import RmsNorm
 
 
 class RowParallelLinear(LinearLayer):
@@ -23,9 +24,22 @@ class RowParallelLinear(LinearLayer):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._communicator.all_reduce(self.layer(x, out))
 
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, norm: RmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        y, stream = self.layer(x), residual
+        if norm.rows is not None:
+            # The stream ends here: of the others nobody needs the sum.
+            y, stream = y.index_select(0, norm.rows), residual.index_select(0, norm.rows)
+        normed, _ = self._communicator.add_norm(y, stream, norm.weight, norm.eps)
+        return normed, residual
+
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # The sum comes between this layer and the norm behind it either way: the others decide.
         return True
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, DelayedNorm]:
+        return self._communicator.add_delayed_norm(self.layer(x), residual, norm_weight, eps)
 
 
 class VocabParallelEmbedding(Embedding):

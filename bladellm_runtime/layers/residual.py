@@ -48,9 +48,7 @@ class NormedStream:
         return gate_up.silu_mul(self.normed)
 
     def add(self, layer: LinearLayer, y: torch.Tensor, norm: RmsNorm) -> Self:
-        if layer.add_to(self.total, y):
-            return type(self)(*norm.add(self.total, None))
-        return type(self)(*norm.add(layer(y), self.total))
+        return type(self)(*layer.add_normed(y, self.total, norm))
 
     def select(self, tokens: torch.Tensor) -> Self:
         """A new stream of these tokens alone, int64 [R]."""

@@ -122,6 +122,7 @@ class Decoder:
         self.dtype = self.norm.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
+        self._communicator = communicator
         self._fusing: dict[int, bool] = {}
 
     @torch.inference_mode()
@@ -168,7 +169,10 @@ class Decoder:
         The head comes once a step: behind a norm of its own it costs little.
         """
         if rows not in self._fusing:
-            self._fusing[rows] = all(layer.fuses(rows) for layer in self.layers)
+            fuses = all(layer.fuses(rows) for layer in self.layers)
+            # Ranks whose layers have different sizes must go one way all the same.
+            agreed = fuses if self._communicator is None else bool(self._communicator.min_int(fuses))
+            self._fusing[rows] = agreed
         return self._fusing[rows]
 
     def _run(

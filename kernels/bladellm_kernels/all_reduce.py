@@ -90,6 +90,11 @@ class AllReduce:
         """The most rows of a sum that is one kernel; 0 where there is none."""
         return max(0 if way is None else way.rows for way in (self._one, self._two))
 
+    @property
+    def bytes(self) -> int:
+        """Of this rank's memory that others write to."""
+        return sum(way.bytes for way in (self._one, self._two, self._gathers) if way is not None)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden], contiguous. Returns it with the sum over the ranks, the same to the bit on all of them."""
         rows = _rows_of(x)
@@ -143,8 +148,8 @@ class AllReduce:
         else:
             parts = x.new_empty(self.size, *rows.shape)
             _all_gather(parts.flatten(0, 1), rows, group=self._group)  # gloo takes no dimension of ranks
-            out.view(len(rows), self.size, -1).copy_(parts.transpose(0, 1))
-        return out.view(*x.shape[:-1], -1)
+            out.view(len(rows), *parts.shape[::2]).copy_(parts.transpose(0, 1))
+        return out.view(*x.shape[:-1], out.shape[1])
 
     def _way(self, rows: torch.Tensor) -> Exchange | TwoShots | None:
         """What sums of rows [T, N] go through; None for the group's collectives."""

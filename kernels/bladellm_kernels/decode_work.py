@@ -55,9 +55,7 @@ class DecodeSchedule:
             raise ValueError(f"{self.warps} warps must share {self.block_kv} positions by a power of two from 16 on")
 
 
-LIGHT_SCHEDULES = (
-    (1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),
-)
+LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
 
 

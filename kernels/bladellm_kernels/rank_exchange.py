@@ -39,6 +39,9 @@ SUM_UNITS = 8
 GATHER_WORDS = 2048
 """Of a row to gather: a unit."""
 
+_RENDEZVOUS: list[str] = []
+"""The groups of those that this process took part in, in order."""
+
 MOST_WORDS = 2**31 - 1
 """In the places of a rank, which kernels number with 32 bits."""
 
@@ -83,6 +86,11 @@ class Exchange:
         return self.turns.shape[1]
 
     @property
+    def bytes(self) -> int:
+        """Of this rank's memory."""
+        return self.places.nbytes + self.turns.nbytes
+
+    @property
     def unit_words(self) -> int:
         """A multiple of 4, so that units begin where 16 bytes do."""
         return -(-self.words // (4 * self.units)) * 4
@@ -105,6 +113,11 @@ class TwoShots:
     def words(self) -> int:
         return self.sums.words
 
+    @property
+    def bytes(self) -> int:
+        """Of this rank's memory."""
+        return self.parts.bytes + self.sums.bytes
+
 
 def gather_units(words: int) -> int:
     """Into how many units a row to gather is divided."""
@@ -123,8 +136,13 @@ def open_exchange(
     if TURNS * slots * rows * words > MOST_WORDS:
         raise NoExchangeError(f"{slots} times {rows} rows of {words} words are too many")
     agree(group, device, _obstacle(ranks, device))
-    agree(group, device, _several_hosts(group, device))
+    host = zlib.crc32(socket.gethostname().encode())
+    agree(group, device, "" if same_everywhere(group, device, host) else "the ranks are on several hosts")
+    # PyTorch numbers what a process exchanges at each, over all its groups, and waits for the same number of others.
+    same = same_everywhere(group, device, len(_RENDEZVOUS))
+    agree(group, device, "" if same else "a rank's process has been in another group before")
     assert device is not None
+    _RENDEZVOUS.append(group.group_name)
     try:
         exchange, trouble = _rendezvous(group, (TURNS, slots, rows, words), units, device), ""
     except (RuntimeError, ImportError, AttributeError) as error:
@@ -152,12 +170,11 @@ def _obstacle(ranks: int, device: torch.device | None) -> str:
     return ""
 
 
-def _several_hosts(group: dist.ProcessGroup, device: torch.device | None) -> str:
-    """Why not, where the ranks are on more than one host."""
-    host = zlib.crc32(socket.gethostname().encode())
-    most = torch.tensor([host, -host], dtype=torch.int64, device=device)
+def same_everywhere(group: dist.ProcessGroup, device: torch.device | None, value: int) -> bool:
+    """Whether all ranks of the group give the same value."""
+    most = torch.tensor([value, -value], dtype=torch.int64, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    return "" if int(most[0]) == -int(most[1]) else "the ranks are on several hosts"
+    return int(most[0]) == -int(most[1])
 
 
 def agree(group: dist.ProcessGroup, device: torch.device | None, trouble: str) -> None:

@@ -141,6 +141,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             attn_cls=args.attn_cls, kv_cache_gib=args.kv_cache_gib, disable_cuda_graph=args.disable_cuda_graph,
             disable_overlap=args.disable_overlap, disable_prompt_cache=not args.shared_prefix,
             max_gpu_memory_utilization=args.max_gpu_memory_utilization,
+            tensor_parallel_size=args.tensor_parallel_size,
         )
     )  # fmt: skip
     phases = {name: round(seconds, 2) for name, seconds in engine.ready.phases}
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kv_cache_gib", type=float)
     parser.add_argument("--max_gpu_memory_utilization", type=float, default=0.9)
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
     for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy"),
                           ("attn_cls", "ragged_flash"), ("kv_cache_quant", "no_quant")):  # fmt: skip
         parser.add_argument(f"--{name}", default=default)
@@ -183,6 +185,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.trace:
         args.trace.write_text("")
+    if args.fusion != "auto" and args.tensor_parallel_size > 1:
+        parser.error("--fusion is for one rank; leave it out with --tensor_parallel_size")
     if args.fusion != "auto":
         Decoder.fuses = lambda *_: args.fusion == "always"
     found = run(args)

@@ -46,7 +46,7 @@ def build(args: argparse.Namespace, cases: Cases) -> Engine:
             model=str(folder), device=args.device, load_format="dummy", max_model_len=longest(cases, args),
             max_running_requests=min(rows, args.max_running_requests), kv_cache_quant=args.kv_cache_quant,
             kv_cache_gib=args.kv_cache_gib, max_gpu_memory_utilization=args.max_gpu_memory_utilization,
-            disable_prompt_cache=True,
+            tensor_parallel_size=args.tensor_parallel_size, disable_prompt_cache=True,
         )
     )  # fmt: skip
 
@@ -140,6 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to decode after a long prompt")
     parser.add_argument("--max_running_requests", type=int, default=256)
     parser.add_argument("--max_gpu_memory_utilization", type=float, default=0.93)
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--kv_cache_quant", default="no_quant")
     parser.add_argument("--kv_cache_gib", type=float)
     parser.add_argument("--device", default="auto")

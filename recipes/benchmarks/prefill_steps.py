@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode_steps import busy_share
-from step_timing import Clocks, finish, start_decoding, watch_steps
+from step_timing import Clocks, finish, runner_of, start_decoding, watch_steps
 from targets import PREFILL, Target, number
 from torch.profiler import ProfilerActivity, profile
 
@@ -39,12 +39,12 @@ class Bench:
         """clocks: those of the engine's steps where it is watched already."""
         self.engine = engine
         self.clocks = clocks or watch_steps(engine.core)
-        self.mixed = engine.core._runner._mixed
+        self.mixed = runner_of(engine.core)._mixed
         self.tokens: list[int] = []
         self.captured: list[bool] = []
         self._rng = np.random.default_rng(seed)
         self._number = FIRST_ID
-        scheduler, runner = engine.core._scheduler, engine.core._runner
+        scheduler, runner = engine.core._scheduler, runner_of(engine.core)
         plan, eager = scheduler.plan, runner._run_eagerly
 
         def planned() -> Any:
@@ -61,8 +61,8 @@ class Bench:
         scheduler.plan, runner._run_eagerly = planned, launched
 
     def use_graphs(self, used: bool) -> None:
-        """Whether steps with prefill chunks are replayed from now on, where they are captured."""
-        self.engine.core._runner._mixed = self.mixed if used else None
+        """Whether steps with prefill chunks are replayed from now on, where they are captured; of one rank alone."""
+        runner_of(self.engine.core)._mixed = self.mixed if used else None
 
     def reset(self) -> None:
         self.clocks.reset()

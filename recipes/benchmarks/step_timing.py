@@ -10,8 +10,16 @@ import torch
 
 from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.engine.ranked_runner import RankedRunner
+from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest
+
+
+def runner_of(core: EngineCore) -> ModelRunner:
+    """The runner of this process, also where it has other ranks do the same."""
+    runner: Any = core._runner
+    return runner._runner if isinstance(runner, RankedRunner) else runner
 
 
 class Clocks:
@@ -43,7 +51,7 @@ class Clocks:
 def watch_steps(core: EngineCore) -> Clocks:
     """The clocks of an engine's steps: plan, launch (on a CPU the work itself) and its parts; wait, read, complete."""
     clocks = Clocks()
-    scheduler, runner = core._scheduler, core._runner
+    scheduler, runner = core._scheduler, runner_of(core)
     clocks.watch(scheduler, "plan", "plan")
     clocks.watch(scheduler, "complete", "complete")
     clocks.watch(runner, "_run", "launch")

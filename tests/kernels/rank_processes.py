@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import bladellm_kernels
 
-MEND = "from tests.kernels.decode_support import mend; mend(); "
+MEND = "from tests.kernels.interpreted import take_scalars_as_bounds as mend; mend(); "
 
 
 def run_ranks(

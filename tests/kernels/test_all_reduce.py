@@ -2,12 +2,14 @@
 
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from bladellm_kernels import rank_exchange
 from bladellm_kernels.all_reduce import AllReduce, all_reduce_reference
-from bladellm_kernels.rank_exchange import NoExchangeError, agree
+from bladellm_kernels.rank_exchange import NoExchangeError, agree, open_exchange, same_everywhere
 from bladellm_kernels.rms_norm import rms_norm_reference
 
 from tests.kernels.conditions import DTYPES, assert_close
@@ -28,14 +30,23 @@ def be_rank(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=rank, world_size=ranks)
     for dtype in DTYPES:
         group = AllReduce(dist.group.WORLD, rows=8, hidden=HIDDEN, dtype=dtype, gather_columns=5)
-        assert group.fast_rows == 0
+        assert (group.fast_rows, group.bytes) == (0, 0)
         for seed in range(3):
             torch.manual_seed(seed)
             parts = [torch.randn(seed + 1, HIDDEN).to(dtype) for _ in range(ranks)]
             residual, weight = torch.randn(seed + 1, HIDDEN).to(dtype), torch.randn(HIDDEN).to(dtype)
             check(group, parts, rank, residual, weight)
+        check_no_rows(group, dtype)
     with pytest.raises(NoExchangeError, match="mine" if rank == 0 else "another rank"):
         agree(dist.group.WORLD, None, "mine" if rank == 0 else "")
+    assert same_everywhere(dist.group.WORLD, None, 7)
+    assert not same_everywhere(dist.group.WORLD, None, rank)
+    with (
+        mock.patch.object(rank_exchange, "_obstacle", return_value=""),
+        mock.patch.object(rank_exchange, "_RENDEZVOUS", ["0"] * rank),
+        pytest.raises(NoExchangeError, match="been in another group before"),
+    ):
+        open_exchange(dist.group.WORLD, 1, 4, 1, torch.device("cpu"))
     dist.destroy_process_group()
 
 
@@ -52,6 +63,14 @@ def check(group: AllReduce, parts: list[torch.Tensor], rank: int, residual: torc
     assert_close(norm.normed(), rms_norm_reference(total, weight, 1e-5), dtype)
     assert torch.equal(group.all_gather_last(parts[rank]), torch.cat(parts, 1))
     assert torch.equal(group.all_gather_last(parts[rank][0]), torch.cat([part[0] for part in parts]))
+
+
+def check_no_rows(group: AllReduce, dtype: torch.dtype) -> None:
+    nothing, weight = torch.empty(0, HIDDEN, dtype=dtype), torch.ones(HIDDEN, dtype=dtype)
+    assert group.all_reduce(nothing) is nothing
+    assert group.add_norm(nothing, nothing, weight, 1e-5)[0].shape == (0, HIDDEN)
+    assert group.add_delayed_norm(nothing, nothing, weight, 1e-5)[1].normed().shape == (0, HIDDEN)
+    assert group.all_gather_last(nothing).shape == (0, group.size * HIDDEN)
 
 
 def test_ranks_on_cpus(tmp_path):
