@@ -90,6 +90,7 @@ def test_compare_recovers_a_known_factor_two_in_both_forms(tmp_path) -> None:
     assert "fast against slow" in done.html
 
 
+@pytest.mark.slow
 def test_a_against_a_shows_no_difference(tmp_path) -> None:
     """Also with queueing, where requests differ: both servers get the same requests at the same times."""
     settings = MockArgs(ttft=0.03, tbt=0.004, service_time=0.01)
@@ -233,6 +234,7 @@ def test_an_interruption_before_anything_leaves_no_process(tmp_path) -> None:
     assert processes_of(folder) == []
 
 
+@pytest.mark.slow
 def test_capacity_is_found_by_bisection(tmp_path) -> None:
     """The mock's median TTFT passes 60 ms where its queue does: near 1 / service_time = 100 QPS."""
     with MockProcess(MockArgs(ttft=0.005, tbt=0.001, service_time=0.01)) as server:

@@ -33,9 +33,9 @@ def outcomes(run: LevelRun) -> Counter[Outcome]:
     ("fault", "outcome"),
     [
         ("http_500", Outcome.HTTP_ERROR),
-        ("error_event", Outcome.STREAM_ERROR),
+        pytest.param("error_event", Outcome.STREAM_ERROR, marks=pytest.mark.slow),
         ("cut", Outcome.CUT),
-        ("garbage", Outcome.GARBAGE),
+        pytest.param("garbage", Outcome.GARBAGE, marks=pytest.mark.slow),
         ("stall", Outcome.TIMEOUT),
     ],
 )
@@ -51,7 +51,7 @@ def test_every_fault_has_its_outcome_and_harms_no_other_request(fault: str, outc
     assert [record.index for record in run.requests] == list(range(40))
 
 
-@pytest.mark.parametrize("loop", ["open", "closed"])
+@pytest.mark.parametrize("loop", ["open", pytest.param("closed", marks=pytest.mark.slow)])
 def test_a_server_that_dies_ends_the_level_soon(loop: str) -> None:
     load, level = open_loop(50, num_requests=1000) if loop == "open" else closed(4, 1000)
     began = time.monotonic()

@@ -30,7 +30,10 @@ def assert_exact(found: Samples, exact: float) -> None:
     assert found.percentile(0.99) == pytest.approx(exact, rel=0.05)
 
 
-@pytest.mark.parametrize(("streams", "requests", "tbt", "tokens"), [(1, 8, 0.01, 50), (64, 128, 0.01, 50)])
+@pytest.mark.parametrize(
+    ("streams", "requests", "tbt", "tokens"),
+    [pytest.param(1, 8, 0.01, 50, marks=pytest.mark.slow), (64, 128, 0.01, 50)],
+)
 def test_times_come_out_as_they_are(streams: int, requests: int, tbt: float, tokens: int) -> None:
     run = undisturbed(MockArgs(ttft=0.15, tbt=tbt), *closed(streams, requests), tokens)
     found = measured(run)
@@ -73,7 +76,7 @@ def test_a_freeze_shows_in_scheduled_times_and_hides_in_service_times() -> None:
     assert capped_run.client.schedule_lag_p99 > 0.3
 
 
-@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize("api", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
 def test_merged_chunks_do_not_change_the_time_a_token(api: str) -> None:
     run = undisturbed(MockArgs(ttft=0.15, tbt=0.01, tokens_per_chunk=4), *closed(8, 16), 40, api=api)
     found = measured(run)
@@ -84,6 +87,7 @@ def test_merged_chunks_do_not_change_the_time_a_token(api: str) -> None:
     assert all(record.tokens == [4] * 10 for record in run.requests)
 
 
+@pytest.mark.slow
 def test_the_mean_wait_of_a_queue_is_that_of_theory() -> None:
     """M/D/1 at load 0.7: the mean wait is rho D / (2 (1 - rho)) (Pollaczek and Khinchine)."""
     service, load = 0.01, 0.7

@@ -78,6 +78,7 @@ def test_a_comparison_from_start_to_end(demo_model, rough, text, tmp_path, devic
     assert {"one.txt", "two.jsonl", "baseline", "ratio"} <= set(lines)
 
 
+@pytest.mark.slow
 def test_without_a_baseline_there_is_perplexity_alone(demo_model, text, device) -> None:
     done = run_command(
         "blade_llm", "eval", "--model", str(demo_model), "--data", str(text), "--window", "64", "--max_windows", "3",

@@ -87,7 +87,7 @@ def alive(pid):
 # Row 49: asked to stop.
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_row_49_signal_drains(number):
     with LiveServer(fake_command(step_seconds=0.005)) as server:
         stream = OpenStream(server, {**LONG, "max_tokens": 300})

@@ -8,7 +8,8 @@ from tests.support.warm import ROOT, run_script
 
 
 @pytest.mark.parametrize(
-    ("format_name", "token_bytes"), [("no_quant", 2 * 2 * 16 * 2), ("int4_affine", 2 * 2 * (8 + 4))]
+    ("format_name", "token_bytes"),
+    [pytest.param("no_quant", 2 * 2 * 16 * 2, marks=pytest.mark.slow), ("int4_affine", 2 * 2 * (8 + 4))],
 )
 def test_it_runs_on_a_cpu(format_name, token_bytes, tmp_path):
     flags = f"--device cpu --heads 4/2/16 --sizes 3x20 mix9 --formats {format_name} --layers 1 3 --paged --compare"

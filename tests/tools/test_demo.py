@@ -24,6 +24,7 @@ def test_demo_answers_measures_and_stops(device) -> None:
     assert done.stdout.endswith("server stopped with exit code 0\n")
 
 
+@pytest.mark.slow
 def test_demo_says_what_went_wrong() -> None:
     line = [sys.executable, "recipes/demo.py", "--max_model_len", "10000000"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
