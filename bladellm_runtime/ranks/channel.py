@@ -78,14 +78,7 @@ class PlanSender:
         self._socket.set(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.set(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
         self._socket.set(zmq.LINGER, LINGER_MS)
-        self._socket.set(zmq.IPV6, int("[" in address))
-        if secret is not None:
-            secret.guard_server(self._socket)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._context.destroy()
-            raise ChannelBroken(f"{address} cannot be listened on: {error.strerror}") from error
+        listen(self._context, self._socket, address, secret)
         # A socket may change hands between threads behind a lock.
         self._lock = threading.Lock()
         self._names = [_name(rank) for rank in ranks]
@@ -191,6 +184,18 @@ class PlanReceiver:
         """Close the socket; reports get half a second to leave."""
         self._socket.close()
         self._context.term()
+
+
+def listen(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, secret: Secret | None) -> None:
+    """Bind a socket of rank 0. Raises `ChannelBroken`, the context ended, where that cannot be done."""
+    socket.set(zmq.IPV6, int("[" in address))
+    if secret is not None:
+        secret.guard_server(socket)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        context.destroy()
+        raise ChannelBroken(f"{address} cannot be listened on: {error.strerror}") from error
 
 
 def connect(context: "zmq.Context[Any]", address: str, name: bytes, secret: Secret | None) -> "zmq.Socket[Any]":

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from bladellm_runtime.ranks.channel import LINGER_MS, ChannelBroken, Secret
+from bladellm_runtime.ranks.channel import LINGER_MS, ChannelBroken, Secret, listen
 from bladellm_runtime.ranks.messages import StepDone, decode_done, encode
 from bladellm_runtime.scheduler.plan import StepResult
 
@@ -23,14 +23,7 @@ class ResultReceiver:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, WAITING)
         self._socket.set(zmq.MAXMSGSIZE, MAX_RESULT_BYTES)
-        self._socket.set(zmq.IPV6, int("[" in address))
-        if secret is not None:
-            secret.guard_server(self._socket)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._context.destroy()
-            raise ChannelBroken(f"{address} cannot be listened on: {error.strerror}") from error
+        listen(self._context, self._socket, address, secret)
 
     def wait(self, seconds: float) -> bool:
         """Whether a result is there, or comes within so many seconds."""

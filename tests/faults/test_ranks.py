@@ -65,6 +65,19 @@ def assert_ended(server: LiveServer, streams: list[OpenStream], started: float) 
     assert server.wait(SECONDS) == 1
 
 
+def assert_ends_by(deed: str, server: LiveServer, ranks: list[psutil.Process]) -> None:
+    """Do it while three streams run: all of them are told, and the log has one sentence."""
+    streams = [OpenStream(server, ENDLESS) for _ in range(3)]
+    for stream in streams:
+        stream.read(2)
+    act, sentence = DEEDS[deed]
+    started = time.monotonic()
+    act(server, ranks)
+    assert_ended(server, streams, started)
+    assert sentence in server.log()
+    assert "Traceback" not in server.log()
+
+
 def sampled(names: dict[str, object]) -> list[object]:
     return [name if name == "killed rank" else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
@@ -75,15 +88,7 @@ def test_a_lost_rank_ends_everything_and_every_stream_is_told(deed, processes):
         ranks = rank_processes(server)
         assert len(ranks) == 1
         processes += [psutil.Process(server.engine_pid), *ranks]
-        streams = [OpenStream(server, ENDLESS) for _ in range(3)]
-        for stream in streams:
-            stream.read(2)
-        act, sentence = DEEDS[deed]
-        started = time.monotonic()
-        act(server, ranks)
-        assert_ended(server, streams, started)
-        assert sentence in server.log()
-        assert "Traceback" not in server.log()
+        assert_ends_by(deed, server, ranks)
 
 
 @pytest.mark.slow
