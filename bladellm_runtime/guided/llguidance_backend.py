@@ -30,13 +30,15 @@ _LIMITS = llguidance.LLParserLimits(
 """About 14,000 lexer steps and 20,000 items a millisecond; a lexer state takes 1 to 2 kB."""
 _BASE_BYTES, _BYTES_A_SOURCE_BYTE = 64 * 1024, 96
 """What a compiled constraint holds, measured by resident memory over many schemas; the library does not tell."""
-_SCHEMA_OPTIONS: "llguidance.JsonCompileOptions" = {
+_SCHEMA_OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
     # No \u: a key written "\u0061" is the key "a" again, and would replace a value that was checked.
     "json_allowed_escapes": 'nrbtf\\"',
     "json_allow_general_unicode_escapes": False,
 }
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""For vocabularies without their tokenizer: do not narrow forced text to the tokens that it would write."""
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
 
 
@@ -56,6 +58,8 @@ class LlguidanceBackend:
     def compile(self, constraint: Constraint, deadline: float) -> "LlguidanceCompiled":
         """`Backend.compile`; the library's own limits keep it far below any useful deadline."""
         grammar = _grammar(constraint)
+        if self.vocabulary.encode is None:
+            grammar = _NO_FORCING + grammar
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
@@ -96,7 +100,7 @@ class LlguidanceMatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self.inner, self._vocabulary = matcher, vocabulary
-        self._count = 0
+        self._count, self._ended = 0, False
 
     def fill_mask(self, row: Row) -> None:
         """`Matcher.fill_mask`."""
@@ -118,9 +122,12 @@ class LlguidanceMatcher:
 
     def accept(self, token: int) -> bool:
         """`Matcher.accept`."""
-        if not 0 <= token < len(self._vocabulary.pieces):
+        if self._ended or not 0 <= token < len(self._vocabulary.pieces):
             return False
-        if not int(self._vocabulary.usable[token // 32]) >> (token % 32) & 1:
+        if token in self._vocabulary.end_ids:
+            self._ended = self.may_end  # the library is not told: it takes no end token once nothing else can follow
+            return self._ended
+        if not self._vocabulary.pieces[token]:
             return False
         taken = self.inner.try_consume_tokens([token])
         self._check()
@@ -130,7 +137,7 @@ class LlguidanceMatcher:
     @property
     def is_done(self) -> bool:
         """`Matcher.is_done`."""
-        return self.inner.is_stopped() and not self.inner.is_error() and self.may_end
+        return self._ended or (self.inner.is_stopped() and not self.inner.is_error() and self.may_end)
 
     @property
     def may_end(self) -> bool:
@@ -139,8 +146,12 @@ class LlguidanceMatcher:
 
     def rollback(self, count: int) -> None:
         """`Matcher.rollback`."""
-        if not 0 <= count <= self._count:
-            raise ValueError(f"cannot undo {count} of {self._count} tokens")
+        if not 0 <= count <= self._count + self._ended:
+            raise ValueError(f"cannot undo {count} of {self._count + self._ended} tokens")
+        if not count:
+            return
+        count -= self._ended
+        self._ended = False
         if count:
             self.inner.rollback(count)
             self._check()
@@ -157,22 +168,14 @@ class _Pieces:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        ends = set(vocabulary.end_ids)
         self.tokens = vocabulary.pieces
         self.eos_token_id = vocabulary.end_ids[0]
-        self.special_token_ids = [token for token, piece in enumerate(self.tokens) if not piece or token in ends]
-        self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece}
-        self._longest = max(map(len, self._ids), default=1)
+        self.special_token_ids = [token for token, piece in enumerate(self.tokens) if not piece]
+        self._encode = vocabulary.encode
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text, longest first; only the library's fast-forward asks, which is not used."""
-        data, tokens, start = text.encode() if isinstance(text, str) else text, [], 0
-        while start < len(data):
-            ends = range(min(len(data), start + self._longest), start, -1)
-            end = next((end for end in ends if data[start:end] in self._ids), start + 1)
-            tokens += [self._ids[data[start:end]]] if data[start:end] in self._ids else []
-            start = end
-        return tokens
+        """The tokenizer's own tokens of a text, which the library allows where the text is forced."""
+        return self._encode(text if isinstance(text, str) else text.decode()) if self._encode else []
 
 
 def regex_of(constraint: Constraint) -> regex_syntax.Node:
@@ -186,7 +189,7 @@ def regex_of(constraint: Constraint) -> regex_syntax.Node:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """The constraint as llguidance takes it."""
+    """The constraint in llguidance's dialect of Lark."""
     if constraint.kind is ConstraintKind.JSON:
         return _schema_grammar(constraint)
     if constraint.kind is ConstraintKind.GRAMMAR:
@@ -195,11 +198,11 @@ def _grammar(constraint: Constraint) -> str:
             raise ConstraintError(
                 f"{constraint.field} names tokens (<...>) or x-guidance, which are not supported", constraint.field
             )
-        return str(llguidance.LLMatcher.grammar_from_lark(constraint.source))
+        return constraint.source
     written = regex_syntax.written(regex_of(constraint))
     if len(written) > MAX_WRITTEN_REGEX:
         raise ConstraintError(f"{constraint.field} is too large a regular expression", constraint.field)
-    return str(llguidance.LLMatcher.grammar_from_regex(written))
+    return f"start: /{written}/"
 
 
 def _schema_grammar(constraint: Constraint) -> str:
@@ -207,16 +210,14 @@ def _schema_grammar(constraint: Constraint) -> str:
         schema = json_schema.prepared(orjson.loads(constraint.source))
     except json_schema.SchemaError as error:
         raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
-    text = orjson.dumps(schema).decode()
+    text = orjson.dumps(schema | {"x-guidance": _SCHEMA_OPTIONS}).decode()
     if len(text) > MAX_WRITTEN_REGEX:
         raise ConstraintError(f"{constraint.field} has too large patterns", constraint.field)
-    try:
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_SCHEMA_OPTIONS))
-    except ValueError as error:
-        raise ConstraintError(f"{constraint.field} cannot be used: {_clause(str(error))}", constraint.field) from None
+    return f"start: %json {text}"
 
 
 def _clause(problem: str) -> str:
     """The library's message as one short clause."""
     lines = [line.strip() for line in problem.replace("<non-verbose/>", "").split("<backtrace>")[0].splitlines()]
-    return " ".join(line for line in lines if line)[:200] or "it is too complex"
+    text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", " ".join(line for line in lines if line))
+    return text[:200] or "it is too complex"

@@ -62,14 +62,18 @@ def refusal(compiler: Compiler, **fields: object) -> str:
     raise AssertionError(f"{str(fields)[:80]} is accepted")
 
 
-def write(matcher: Matcher, vocabulary: Vocabulary, rng: random.Random, limit: int, ending: float = 0.5) -> bytes | None:
+def write(
+    matcher: Matcher, vocabulary: Vocabulary, rng: random.Random, limit: int, ending: float = 0.5
+) -> bytes | None:
     """Random allowed tokens until the end, mostly short ones; None where `limit` tokens do not reach it."""
     row, text = np.zeros(vocabulary.words, np.int32), b""
     lengths = np.fromiter(map(len, vocabulary.pieces), np.int64)
     for _ in range(limit):
         matcher.fill_mask(row)
         allowed = allowed_tokens(row)
-        assert len(allowed) and (lengths[allowed] > 0).sum() + len(set(allowed) & set(vocabulary.end_ids)) == len(allowed)
+        assert len(allowed) and (lengths[allowed] > 0).sum() + len(set(allowed) & set(vocabulary.end_ids)) == len(
+            allowed
+        )
         assert matcher.may_end == (vocabulary.end_ids[0] in allowed)
         if matcher.may_end and (matcher.is_done or rng.random() < ending):
             assert matcher.accept(vocabulary.end_ids[0])
