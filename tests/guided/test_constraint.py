@@ -51,7 +51,8 @@ def test_no_constraint() -> None:
     [
         {"guided_json": "{}", "guided_regex": "a"},
         {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
-        {"guided_json": "{"}, {"guided_json": ""}, {"guided_json": "true"}, {"guided_json": True}, {"guided_json": "[1]"},
+        {"guided_json": "{"}, {"guided_json": ""}, {"guided_json": "true"}, {"guided_json": True},
+        {"guided_json": "[1]"},
         {"guided_json": {"enum": ["x" * 2**16]}}, {"guided_json": '{"enum": ["' + "x" * 5_000_000 + '"]}'},
         {"guided_json": nested(65)}, {"guided_json": json.dumps(nested(65))}, {"guided_json": "[" * 60_000},
         {"guided_json": '{"type": "string", "type": "integer"}'}, {"guided_json": {"const": "\ud800"}},

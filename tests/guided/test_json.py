@@ -87,7 +87,8 @@ def test_valid_texts_are_taken(llguidance: LlguidanceBackend) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"$ref": "#"}, {"$ref": "http://localhost/x"}, {"$ref": "#/nowhere"}, {"$ref": 3}, {"type": "string", "enum": [1]},
+        {"$ref": "#"}, {"$ref": "http://localhost/x"}, {"$ref": "#/nowhere"}, {"$ref": 3},
+        {"type": "string", "enum": [1]},
         {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
         {"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "integer", "minimum": 5, "maximum": 4},
         {"type": "array", "uniqueItems": True}, {"not": {}}, {"if": {"type": "string"}, "then": {"minLength": 3}},
