@@ -29,7 +29,8 @@ _LIMITS = llguidance.LLParserLimits(
 )
 """About 14,000 lexer steps and 20,000 items a millisecond; a lexer state takes 1 to 2 kB."""
 _BASE_BYTES, _BYTES_A_SOURCE_BYTE = 64 * 1024, 96
-"""What a compiled constraint holds, measured by resident memory over many schemas; the library does not tell."""
+"""What a compiled constraint is counted with, on the safe side: the library does not tell, and resident memory grew by
+0 to 150 kB a schema over hundreds of schemas, each followed for 40 tokens."""
 _SCHEMA_OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
@@ -37,6 +38,10 @@ _SCHEMA_OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',
     "json_allow_general_unicode_escapes": False,
 }
+_PLAIN = r'[^"\\\x00-\x1F\x7F\x{85}\x{2028}\x{2029}]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 15, 30)), f"{_PLAIN}+"]
+"""Parts of the vocabulary allowed as a whole where any text of so many characters is: in strings with a `maxLength`,
+and for `.`, which is why line separators are left out."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """For vocabularies without their tokenizer: do not narrow forced text to the tokens that it would write."""
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
@@ -51,7 +56,7 @@ class LlguidanceBackend:
         self.vocabulary = vocabulary
         wrapper = llguidance.TokenizerWrapper(_Pieces(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(
-            wrapper, n_vocab=len(vocabulary.pieces), eos_token=list(vocabulary.end_ids)
+            wrapper, n_vocab=len(vocabulary.pieces), eos_token=list(vocabulary.end_ids), slices=_SLICES
         )
         self._executor = llguidance.LLExecutor()
 
