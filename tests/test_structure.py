@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "fields": {"errors"},
     "wire": BASE,
     "text": {*BASE, "wire"},
+    "guided": {*BASE, "text"},
     "kv": {*BASE, "kernels"},
     "quantization": BASE,
     "distributed": {*BASE, "quantization", "kernels"},
@@ -35,14 +36,14 @@ MAY_IMPORT = {
     "models": {*BASE, "layers", "kv", "quantization", "kernels", "distributed"},
     "scheduler": {*BASE, "wire", "kv"},
     "ranks": {*BASE, "wire", "scheduler", "kv"},
-    "engine": BELOW_ENGINE,
-    "llm": {*BELOW_ENGINE, "engine", "text"},
-    "server": {*BASE, "__init__", "wire", "engine", "text", "models"},
+    "engine": {*BELOW_ENGINE, "guided"},
+    "llm": {*BELOW_ENGINE, "engine", "text", "guided"},
+    "server": {*BASE, "__init__", "wire", "engine", "text", "models", "guided"},
     "__init__": {"llm", *BASE},
-    "tools": {*BELOW_ENGINE, "__init__", "llm", "server", "engine", "text"},
+    "tools": {*BELOW_ENGINE, "__init__", "llm", "server", "engine", "text", "guided"},
 }
 """What each room may import besides itself."""
-TORCH_FREE = ("scheduler", "wire", "ranks", "server", "text", "request", "config", "errors")
+TORCH_FREE = ("scheduler", "wire", "ranks", "server", "text", "guided", "request", "config", "errors")
 UNSAFE_MODULES = {"pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"}
 

@@ -1,0 +1,137 @@
+"""Compilation off the caller's thread: once each, in time, within bytes, live matchers kept."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bladellm_runtime.guided.compiler import Compiler
+from bladellm_runtime.guided.constraint import Constraint, ConstraintError, ConstraintKind
+from bladellm_runtime.guided.llguidance_backend import LlguidanceBackend
+
+
+class Compiled:
+    byte_count = 100
+
+    def matcher(self) -> "Matcher":
+        return Matcher()
+
+
+class Matcher:
+    pass
+
+
+class SlowBackend:
+    """Compiles when told; `bad` is refused, `fault` raises what no back end should."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.go, self.calls = threading.Event(), []
+
+    def compile(self, constraint: Constraint, deadline: float) -> Compiled:
+        self.calls.append(constraint.source)
+        if constraint.source == "bad":
+            raise ConstraintError("guided_regex is bad", "guided_regex")
+        if constraint.source == "fault":
+            raise ZeroDivisionError
+        if constraint.source.startswith("slow"):
+            self.go.wait(10)
+        return Compiled()
+
+
+def regex(source: str) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, source, "guided_regex")
+
+
+@pytest.fixture
+def backend():
+    backend = SlowBackend()
+    yield backend
+    backend.go.set()
+
+
+@pytest.fixture
+def slow(backend: SlowBackend):
+    made = Compiler(backend, max_bytes=350, deadline=0.2, refusal_seconds=0.3)
+    yield made
+    made.close()
+
+
+def test_equal_constraints_are_compiled_once(backend: SlowBackend, slow: Compiler) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(slow.submit, regex("slow")) for _ in range(8)]
+        backend.go.set()
+        assert len({future.result().result() for future in futures}) == 1
+    assert slow.compile(regex("slow")) is futures[0].result().result()
+    counts = slow.counts()
+    assert backend.calls == ["slow"]
+    assert (counts.misses, counts.hits + counts.joined, counts.entries, counts.byte_count) == (1, 8, 1, 100)
+
+
+def test_past_the_deadline_only_the_slow_one_fails(backend: SlowBackend, slow: Compiler) -> None:
+    futures = [slow.submit(regex(f"slow {i}")) for i in range(3)]
+    began = time.monotonic()
+    assert slow.submit(regex("quick")).result(5)
+    for future in futures:
+        with pytest.raises(ConstraintError, match="to compile"):
+            future.result(5)
+    assert time.monotonic() - began < 3
+    assert slow.counts().expired == 3
+    backend.go.set()
+    time.sleep(0.35)
+    assert slow.compile(regex("slow 1"))
+
+
+def test_threads_that_never_end_are_bounded(backend: SlowBackend, slow: Compiler) -> None:
+    for i in range(4):
+        with pytest.raises(ConstraintError):
+            slow.compile(regex(f"slow {i}"))
+    with pytest.raises(ConstraintError, match="try again"):
+        slow.compile(regex("quick"))
+    backend.go.set()
+    time.sleep(0.1)
+    assert slow.compile(regex("quick"))
+
+
+def test_refusals_are_remembered_for_a_while(backend: SlowBackend, slow: Compiler) -> None:
+    for _ in range(3):
+        with pytest.raises(ConstraintError, match="bad"):
+            slow.compile(regex("bad"))
+    assert backend.calls == ["bad"]
+    time.sleep(0.35)
+    with pytest.raises(ConstraintError):
+        slow.compile(regex("bad"))
+    assert backend.calls == ["bad", "bad"]
+
+
+def test_a_fault_of_a_back_end_ends_one_request(slow: Compiler) -> None:
+    with pytest.raises(ConstraintError, match="ZeroDivisionError"):
+        slow.compile(regex("fault"))
+    assert slow.compile(regex("quick"))
+
+
+def test_live_matchers_keep_their_constraint(slow: Compiler) -> None:
+    held = slow.compile(regex("held"))
+    matcher = slow.matcher(held)
+    for i in range(50):
+        slow.compile(regex(f"q{i}"))
+        assert slow.counts().byte_count <= slow.max_bytes
+    assert slow.compile(regex("held")) is held
+    del matcher
+    for i in range(50, 60):
+        slow.compile(regex(f"q{i}"))
+    assert slow.compile(regex("held")) is not held
+    assert slow.counts().evicted >= 55
+
+
+def test_many_schemas_stay_within_their_bytes(llguidance: LlguidanceBackend) -> None:
+    compiler = Compiler(llguidance, max_bytes=2**21)
+    for i in range(300):
+        compiler.compile(Constraint(ConstraintKind.JSON, f'{{"const":{i}}}', "guided_json"))
+    counts = compiler.counts()
+    assert counts.byte_count <= 2**21
+    assert counts.entries < 40
+    assert counts.seconds > 0
+    compiler.close()
