@@ -50,9 +50,7 @@ def lora_expand_reference(
     return out
 
 
-def _check(
-    h: torch.Tensor, b: torch.Tensor, rows: tuple[int, ...], adapters: TokenAdapters, y: torch.Tensor
-) -> None:
+def _check(h: torch.Tensor, b: torch.Tensor, rows: tuple[int, ...], adapters: TokenAdapters, y: torch.Tensor) -> None:
     if not 1 <= len(rows) <= MAX_SLICES or b.ndim != 3 or sum(rows) != b.shape[1]:
         raise ValueError(f"rows must be those of one to {MAX_SLICES} slices of b, got {rows} of {list(b.shape)}")
     if y.ndim != 2 or y.shape[1] != b.shape[1] or y.stride(1) != 1:
