@@ -70,14 +70,18 @@ class LinearWithLoRA(LinearLayer):
         return self.layer.silu_mul(x) if self._is_plain else super().silu_mul(x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
-        shrunk = self._shrink(x)
-        if not self.layer.add_to(residual, x):
-            return False
-        self._expand(shrunk, residual)
-        return True
+        return self._is_plain and self.layer.add_to(residual, x)
 
     def add_normed(self, x: torch.Tensor, residual: torch.Tensor, norm: RmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer.add_normed(x, residual, norm) if self._is_plain else super().add_normed(x, residual, norm)
+        if self._is_plain:
+            return self.layer.add_normed(x, residual, norm)
+        shrunk = self._shrink(x)
+        if self.layer.add_to(residual, x):
+            self._expand(shrunk, residual)
+            return norm.add(residual, None)
+        y = self.layer(x)
+        self._expand(shrunk, y)
+        return norm.add(y, residual)
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         return self._is_plain and self.layer.fuses(rows, gated)

@@ -35,7 +35,9 @@ class AdapterLoader:
         self._copies: dict[str, HostAdapter] = {}
         self._spare: list[HostAdapter] = []
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        self._worker = ThreadPoolExecutor(1, "lora")
+        # Of several devices a new thread has the first, where pinned memory would make it a context.
+        on_device = (torch.cuda.set_device, (self._device,)) if self._stream is not None else (None, ())
+        self._worker = ThreadPoolExecutor(1, "lora", *on_device)
 
     def begin(self, move: Move) -> None:
         """Queue a move; its outcome comes from `poll`. Steps that were queued on the current stream before may still

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from bladellm_kernels.lora_shrink import lora_shrink
 from bladellm_kernels.lora_tokens import token_adapters
 
 from bladellm_runtime.layers.batch import WantedTokens
@@ -143,6 +144,29 @@ def test_steps_without_adapters_are_those_of_the_layers_below(family):
     assert layer.fuses(1)
     state.adapters = token_adapters([0], 1, torch.device("cpu"), False)
     assert not layer.fuses(1)
+
+
+@pytest.mark.parametrize("by_cublas", [False, True])
+def test_each_layer_is_added_to_once(family, by_cublas, monkeypatch):
+    """Also where the layer below adds to the residual by itself, which it does for many rows on a GPU."""
+    folder, adapters, references = family
+    model, calls = load(folder, adapters), []
+
+    def counted(*given):
+        calls.append(given)
+        return lora_shrink(*given)
+
+    def add_to(self, residual, x):
+        residual += self(x)
+        return True
+
+    monkeypatch.setattr("bladellm_runtime.layers.lora.lora_shrink", counted)
+    if by_cublas:
+        monkeypatch.setattr(Linear, "add_to", add_to)
+    prompts = [random_prompt(11)]
+    found = Adapted(model, [0]).step([(0, prompts[0])])
+    assert_merged(found, prompts, [references[1]])
+    assert len(calls) == 4 * model.spec.layers
 
 
 def test_layers_have_the_names_of_the_field(family):

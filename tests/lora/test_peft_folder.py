@@ -10,6 +10,8 @@ from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.lora.peft_folder import AdapterReader, empty_adapter
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.lora import LoraLayout
+from bladellm_runtime.models.parallel import make_plan
+from bladellm_runtime.models.stages import stage_table
 from bladellm_runtime.models.weights import weight_table
 from tests.lora.folders import CONFIG, PREFIX, TENSORS, edit_config, edit_tensors, save_adapter
 from tests.models.harness import save_tiny
@@ -47,6 +49,22 @@ def test_a_pattern_stands_for_modules_and_is_not_evaluated(reader, adapter):
     found = read(reader, adapter)
     assert torch.equal(found.numbers, wanted.numbers)
     assert reader.check(adapter).targets == ()
+
+
+def test_a_stage_reads_its_own_layers_alone(base, reader, adapter):
+    spec, table = read_model_spec(base[0]), weight_table(read_model_spec(base[0]))
+    layout = LoraLayout(stage_table(table, make_plan(base[0], 1, 2), 1), 8)
+    held = empty_adapter(layout, torch.float32, pinned=False)
+    AdapterReader(spec, layout).read(adapter, held)
+    whole, all_layers = read(reader, adapter), reader._layout
+    own = len({name.split(".")[1] for name in layout.places})
+    assert 0 < own < spec.layers
+    for name, place in layout.places.items():
+        _, layer, kind = name.split(".")
+        same = all_layers.places[f"layers.{int(layer) + spec.layers - own}.{kind}"]
+        for mine, other in zip(layout.views(place, held.numbers), all_layers.views(same, whole.numbers), strict=True):
+            assert torch.equal(mine, other)
+            assert mine.abs().sum() > 0
 
 
 def test_some_layers_alone_where_the_config_says_so(reader, adapter):
