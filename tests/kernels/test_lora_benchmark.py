@@ -3,8 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-import pytest
-
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 
 
@@ -20,6 +18,3 @@ def test_a_rank_16_adapter_of_the_8b_shape(monkeypatch):
     assert 32 * numbers == 41_943_040
     # And its linear layers but the head: 6,979,321,856 weights.
     assert 32 * sum(inputs * sum(rows) for _, inputs, rows in layers) == 6_979_321_856
-    with pytest.raises(SystemExit):
-        monkeypatch.setattr("sys.argv", ["lora.py", "--help"])
-        script.main()

@@ -24,6 +24,7 @@ from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.models.lora import LoraShape, lora_bytes
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
 from bladellm_runtime.models.weights import weight_table
+from bladellm_tools.split.splitting import split_model
 from tests.distributed.threads import run_ranks
 from tests.lora.folders import merged, save_adapter
 from tests.models.harness import DEVICES, Sequences, random_prompt, reference_logits, save_tiny
@@ -198,6 +199,21 @@ def test_ranks_give_the_logits_of_merged_weights(family, degree):
     slots, prompts = [0, -1, 2, 1], [random_prompt(length) for length in (12, 7, 15, 9)]
     for found in run_ranks(degree, lambda group: run(load(folder, adapters, communicator=group), slots, prompts)):
         assert_merged(found, prompts, [references[slot + 1] for slot in slots])
+
+
+@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ranks_of_a_split_folder_cut_whole_adapters(quantized, tmp_path):
+    if quantized:
+        base = Tiny(tmp_path / "model", plan("gptq", SCHEMES["w4 g16"])).reference
+    else:
+        base = save_tiny(tmp_path / "model", "qwen3", head_dim=16, num_attention_heads=10)
+    split_model(tmp_path / "model", tmp_path / "split", (3, 1))
+    adapter = save_adapter(tmp_path / "adapter", base)
+    references, prompts = [base, merged(base, adapter)], [random_prompt(length) for length in (6, 14)]
+    for found in run_ranks(
+        3, lambda group: run(load(tmp_path / "split", [adapter], communicator=group), [-1, 0], prompts)
+    ):
+        assert_merged(found, prompts, references)
 
 
 @pytest.mark.parametrize(
