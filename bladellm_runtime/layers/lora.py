@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm
-from bladellm_kernels.lora_expand import lora_expand
+from bladellm_kernels.lora_expand import lora_expand, lora_expand_silu_mul
 from bladellm_kernels.lora_shrink import lora_shrink
 from bladellm_kernels.lora_tokens import TokenAdapters
 
@@ -130,3 +130,11 @@ class ColParaLinearWithSliceLoRA(LinearWithLoRA):
     """The merged gate and up projections: two slices, each with ranks of its own."""
 
     slices = 2
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        adapters, weights = self._state.adapters, self.weights
+        if adapters is None:
+            return self.layer.silu_mul(x)
+        shrunk = lora_shrink(x, weights.a, weights.scales, adapters)
+        first, second = weights.rows
+        return lora_expand_silu_mul(shrunk, weights.b, (first, second), adapters, self.layer(x))

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from bladellm_kernels.linear import linear
-from bladellm_kernels.lora_expand import lora_expand
+from bladellm_kernels.linear import linear, linear_silu_mul
+from bladellm_kernels.lora_expand import lora_expand, lora_expand_silu_mul
 from bladellm_kernels.lora_shrink import lora_shrink
 from bladellm_kernels.lora_tokens import TokenAdapters, token_adapters
 from gpu_timing import GpuTimer
@@ -47,16 +47,26 @@ class Layer:
         self.y = torch.zeros(tokens, sum(rows), device="cuda").bfloat16()
 
     def base(self) -> None:
-        linear(self.x, self.weight, out=self.y)
+        """The gate is applied by the layer's own kernel."""
+        if len(self.rows) == 2:
+            linear_silu_mul(self.x, self.weight)
+        else:
+            linear(self.x, self.weight, out=self.y)
 
     def added(self, adapters: TokenAdapters) -> None:
-        """The kernels of LoRA alone."""
-        lora_expand(lora_shrink(self.x, self.a, self.scales, adapters), self.b, self.rows, adapters, self.y)
+        """The kernels of LoRA alone, among them the gate's."""
+        self._expand(lora_shrink(self.x, self.a, self.scales, adapters), adapters)
 
     def both(self, adapters: TokenAdapters) -> None:
         shrunk = lora_shrink(self.x, self.a, self.scales, adapters)
-        self.base()
-        lora_expand(shrunk, self.b, self.rows, adapters, self.y)
+        linear(self.x, self.weight, out=self.y)
+        self._expand(shrunk, adapters)
+
+    def _expand(self, shrunk: torch.Tensor, adapters: TokenAdapters) -> None:
+        if len(self.rows) == 2:
+            lora_expand_silu_mul(shrunk, self.b, (self.rows[0], self.rows[1]), adapters, self.y)
+        else:
+            lora_expand(shrunk, self.b, self.rows, adapters, self.y)
 
 
 def measure(args: argparse.Namespace, count: int, timer: GpuTimer) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.lora_shrink import TYPES, used_slots
 from bladellm_kernels.lora_tokens import TokenAdapters
+from bladellm_kernels.silu_mul import silu_mul
 
 MAX_SLICES = 3
 
@@ -34,6 +35,25 @@ def lora_expand(
         for shrunk, weight, target in parts:
             # Rows of tokens without adapter are undefined, so they are left out and not multiplied by zero.
             target.copy_(torch.where(own, target.float() + shrunk @ weight.float().t(), target))
+
+
+def lora_expand_silu_mul(
+    h: torch.Tensor, b: torch.Tensor, rows: tuple[int, int], adapters: TokenAdapters, y: torch.Tensor
+) -> torch.Tensor:
+    """`silu(gate) · up` of y [T, 2 · N], the gate's columns first, with what `lora_expand` adds to them: [T, N].
+
+    As `lora_expand`, with two slices of N rows each; y is used up. One kernel for tokens that are not in tiles where
+    triton is installed on CUDA, with no rounding in between.
+    """
+    if len(rows) != 2 or rows[0] != rows[1]:
+        raise ValueError(f"rows must be two slices of one size, got {rows}")
+    if not (y.is_cuda and has_triton()) or adapters.tiles is not None:
+        lora_expand(h, b, rows, adapters, y)
+        return silu_mul(y)
+    _check(h, b, rows, adapters, y)
+    from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
+
+    return launch_expand_silu_mul(h, b, adapters, y)
 
 
 def lora_expand_reference(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from bladellm_kernels.lora_expand import lora_expand, lora_expand_reference
+from bladellm_kernels.lora_expand import lora_expand, lora_expand_reference, lora_expand_silu_mul
 from bladellm_kernels.lora_shrink import lora_shrink, lora_shrink_reference
 from bladellm_kernels.lora_tokens import TILE_TOKENS, TokenAdapters, token_adapters
 
@@ -66,6 +66,32 @@ def test_tokens_of_any_adapters(device, dtype, tiled):
         problem.check(lora_shrink, lora_expand, problem.adapters(tiled))
 
 
+def check_gated(problem, expand_silu_mul, adapters):
+    """With the gate's function in float64, of the sums that are not rounded."""
+    h = torch.full((3, len(problem.slots), problem.shrunk.shape[1]), torch.nan, device=problem.device)
+    used = adapters.slots >= 0
+    h[:, used] = (problem.shrunk.float().to(problem.device) / 3)[used]
+    gate, up = problem.expected.chunk(2, 1)
+    out = expand_silu_mul(h, problem.b, adapters, problem.y.clone())
+    assert out.dtype == problem.dtype
+    expected = torch.nn.functional.silu(gate) * up
+    tolerance = 3 * TOLERANCE[problem.dtype]
+    torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_outputs(device, dtype, tiled):
+    for tokens, inputs, rows, ranks in ((1, 9, (5, 5), 3), (TILE_TOKENS + 7, 40, (300, 300), 16)):
+        problem = Problem(tokens, inputs, rows, ranks, dtype, device=device)
+
+        def gated(h, b, adapters, y, rows=rows):
+            return lora_expand_silu_mul(h, b, rows, adapters, y)
+
+        check_gated(problem, gated, problem.adapters(tiled))
+
+
 def test_rows_of_tokens_without_adapter_may_hold_anything():
     problem = Problem(9, 20, (6, 4), 3, torch.float32)
     adapters = problem.adapters(False)
@@ -110,6 +136,8 @@ def test_wrong_arguments_are_refused():
     }.items():
         with pytest.raises(ValueError, match=name):
             lora_shrink(*wrong)
+    with pytest.raises(ValueError, match="two slices"):
+        lora_expand_silu_mul(h, problem.b, (6, 2), adapters, problem.y)
     for name, wrong in {
         "rows": (h, problem.b, (6, 1), adapters, problem.y),
         "y must": (h, problem.b, (6, 2), adapters, problem.y[:, :-1]),
@@ -133,9 +161,13 @@ def interpret(shapes, dtype):
 
 
 def interpreted():
+    from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
     from bladellm_kernels.lora_expand_triton import launch_expand
     from bladellm_kernels.lora_shrink_triton import launch_shrink
 
+    problem = Problem(5, 40, (300, 300), 6, torch.float32)
+    for ready in (True, False):
+        check_gated(problem, launch_expand_silu_mul, TokenAdapters(problem.adapters(False).slots, ready=ready))
     interpret(SHAPES[:1], torch.float32)
     interpret(SHAPES[1:2], torch.float16)
     problem = Problem(TILE_TOKENS + 2, 40, (33, 20), 5, torch.float32, torch.float16)
@@ -161,6 +193,7 @@ def test_interpreted(function):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_kernels_compile_for_hopper(dtype):
     pytest.importorskip("triton")
+    from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
     from bladellm_kernels.lora_expand_triton import launch_expand
     from bladellm_kernels.lora_shrink_triton import launch_shrink
 
@@ -169,7 +202,8 @@ def test_kernels_compile_for_hopper(dtype):
         for tiled in (False, True):
             h = launch_shrink(problem.x, problem.a, problem.scales, problem.adapters(tiled))
             launch_expand(h, problem.b, problem.rows, problem.adapters(tiled), problem.y)
-    assert len(compiled) == 4
+        launch_expand_silu_mul(h[:, :, :32].contiguous(), problem.b[:, :128], problem.adapters(False), problem.y)
+    assert len(compiled) == 5
     for name, kernel in compiled.items():
         ptx = kernel.asm["ptx"]
         assert waits_before_it_writes(ptx), name
