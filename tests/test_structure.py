@@ -18,7 +18,19 @@ PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 BASE = {"errors", "config", "request", "logs", "fields"}
-BELOW_ENGINE = {*BASE, "wire", "scheduler", "models", "layers", "kv", "quantization", "kernels", "distributed", "ranks"}
+BELOW_ENGINE = {
+    *BASE,
+    "wire",
+    "scheduler",
+    "models",
+    "layers",
+    "kv",
+    "quantization",
+    "kernels",
+    "distributed",
+    "ranks",
+    "lora",
+}
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
@@ -34,6 +46,7 @@ MAY_IMPORT = {
     "distributed": {*BASE, "quantization", "kernels"},
     "layers": {*BASE, "kv", "quantization", "kernels", "distributed"},
     "models": {*BASE, "layers", "kv", "quantization", "kernels", "distributed"},
+    "lora": {*BASE, "models"},
     "scheduler": {*BASE, "wire", "kv"},
     "ranks": {*BASE, "wire", "scheduler", "kv"},
     "engine": {*BELOW_ENGINE, "guided"},

@@ -13,6 +13,7 @@ from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 
 from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 from bladellm_runtime.layers.linear import LinearLayer
+from bladellm_runtime.layers.lora import LoraState
 from bladellm_runtime.layers.norm import RmsNorm
 from bladellm_runtime.layers.residual import NormedStream, Stream
 
@@ -36,7 +37,7 @@ class Attention:
     """Grouped-query attention of layer `layer`.
 
     `qkv` gives the query heads, then the key heads, then the value heads. `q_norm` and `k_norm`, where a family has
-    them, normalise each head before the rotation.
+    them, normalise each head before the rotation. lora: that of the linear layers, where these add adapters.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Attention:
         output: LinearLayer,
         q_norm: RmsNorm | None = None,
         k_norm: RmsNorm | None = None,
+        lora: LoraState | None = None,
     ) -> None:
         self.layer = layer
         self.shape = shape
         self.qkv = qkv
         self.output = output
+        self.lora = lora
         self.norms: HeadNorms | None = None
         if q_norm is not None and k_norm is not None:
             self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
@@ -82,6 +85,8 @@ class Attention:
         kept = stream.select(wanted.tokens)
         if not len(wanted.tokens):
             return kept
+        if self.lora is not None:
+            self.lora.select(wanted.tokens)
         window = self.shape.window
         attended = ragged_decode_attention(
             q.index_select(0, wanted.tokens),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from bladellm_kernels.cascade_decode_attention import CascadeWork, CascadeWorkspace, SharedPrefixes
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
+from bladellm_kernels.lora_tokens import TokenAdapters
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_tiles import PrefillTiles
 
@@ -53,7 +54,8 @@ class ForwardBatch:
     leaves room for the layer behind, see `DecodeWorkspace.plan`. prefixes: beginnings that decode rows share, read once
     in layers without a window; cascade: where that is planned, None on a CPU. wanted: those of `logit_tokens`, where
     they are few: the last layer then attends, and has its MLP, for them alone. hidden: [T, hidden], what the stage
-    before left, used up by the forward pass; None on the first stage, which alone reads input_ids.
+    before left, used up by the forward pass; None on the first stage, which alone reads input_ids. adapters: of the
+    tokens; None where none of them has one.
     """
 
     input_ids: torch.Tensor
@@ -77,6 +79,7 @@ class ForwardBatch:
     cascade: CascadeWorkspace | None = None
     wanted: WantedTokens | None = None
     hidden: torch.Tensor | None = None
+    adapters: TokenAdapters | None = None
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
     _cascade_work: CascadeWork | None = None
 

@@ -19,6 +19,7 @@ from bladellm_runtime.layers.parallel import RowParallelLinear, VocabParallelEmb
 from bladellm_runtime.layers.residual import FusedStream, NormedStream, Stream
 from bladellm_runtime.layers.rotary import RotaryEmbedding
 from bladellm_runtime.models.config import ModelSpec
+from bladellm_runtime.models.lora import LoraMemory
 
 Hidden = TypeVar("Hidden", torch.Tensor, DelayedNorm)
 
@@ -28,16 +29,23 @@ class Weights:
     """What a decoder is made of, on one device.
 
     tensors: the embedding and the norms by their names in `weight_table`, all of the type it computes in. linears: its
-    linear layers, ready to run, by the same names without `.weight`; no `head` where the embedding serves as one.
+    linear layers, ready to run, by the same names without `.weight`; no `head` where the embedding serves as one. lora:
+    the adapters that these layers add, None where they add none.
     """
 
     tensors: dict[str, torch.Tensor]
     linears: dict[str, LinearLayer]
+    lora: LoraMemory | None = None
 
     @property
     def bytes(self) -> int:
         tensors = sum(tensor.nbytes for tensor in self.tensors.values())
-        return tensors + sum(linear.bytes for linear in self.linears.values())
+        adapters = 0 if self.lora is None else self.lora.bytes
+        return tensors + adapters + sum(linear.bytes for linear in self.linears.values())
+
+    def with_lora(self, lora: LoraMemory) -> "Weights":
+        """The same with linear layers that add adapters."""
+        return Weights(self.tensors, lora.wrap(self.linears), lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +73,10 @@ class DecoderLayer:
             return RmsNorm(weights.tensors[f"layers.{layer}.{name}.weight"], spec.rms_norm_eps)
 
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer])
-        head_norms = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
+        q_norm, k_norm = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
         self.input_norm = norm("input_norm")
-        self.attention = Attention(layer, shape, linear("qkv"), row_parallel("output"), *head_norms)
+        state = None if weights.lora is None else weights.lora.state
+        self.attention = Attention(layer, shape, linear("qkv"), row_parallel("output"), q_norm, k_norm, state)
         self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedMlp(linear("gate_up"), row_parallel("down"))
 
@@ -122,8 +131,9 @@ class Decoder:
         self.dtype = self.norm.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
+        self.lora = weights.lora
         self._communicator = communicator
-        self._fusing: dict[int, bool] = {}
+        self._fusing: dict[tuple[int, bool], bool] = {}
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -132,6 +142,7 @@ class Decoder:
         Returns the hidden states after the final norm of the tokens in `batch.logit_tokens`, [R, hidden]; the stream
         of all tokens, [T, hidden], where there are stages behind this one.
         """
+        self._adapt(batch)
         tables = self.rotary(batch.positions)
         if not self.ends.last:
             return self._run(NormedStream, self.layers, batch, tables, self.norm).total
@@ -153,6 +164,7 @@ class Decoder:
         Returns the logits of all its rows, [T, vocab], as `logits` does; their stream, in `out` where given, where
         there are stages behind this one.
         """
+        self._adapt(batch)
         tables = self.rotary(batch.positions)
         fuses = self.fuses(len(batch.positions))
         if not self.ends.last:
@@ -166,14 +178,23 @@ class Decoder:
     def fuses(self, rows: int) -> bool:
         """Whether a decode step of so many rows takes the fused operators: where all layers but the head have them.
 
-        The head comes once a step: behind a norm of its own it costs little.
+        The head comes once a step: behind a norm of its own it costs little. A step with adapters does not: they are
+        added by kernels of their own.
         """
-        if rows not in self._fusing:
+        adapted = self.lora is not None and self.lora.state.adapters is not None
+        if (rows, adapted) not in self._fusing:
             fuses = all(layer.fuses(rows) for layer in self.layers)
             # Ranks whose layers have different sizes must go one way all the same.
             agreed = fuses if self._communicator is None else bool(self._communicator.min_int(fuses))
-            self._fusing[rows] = agreed
-        return self._fusing[rows]
+            self._fusing[rows, adapted] = agreed
+        return self._fusing[rows, adapted]
+
+    def _adapt(self, batch: ForwardBatch) -> None:
+        """Tell the layers which adapters the tokens of a step have."""
+        if self.lora is not None:
+            self.lora.state.adapters = batch.adapters
+        elif batch.adapters is not None:
+            raise ValueError("tokens have adapters, but the decoder was built without slots for them")
 
     def _run(
         self,

@@ -13,6 +13,7 @@ from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder, StageEnds
+from bladellm_runtime.models.lora import LoraMemory, LoraShape, lora_bytes
 from bladellm_runtime.models.parallel import TensorParallel, make_plan, share_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
@@ -34,17 +35,19 @@ def load_model(
     load_format: Literal["auto", "dummy"],
     seed: int,
     parallel: TensorParallel | None = None,
+    lora: LoraShape | None = None,
 ) -> Decoder:
     """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
-    `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same.
+    `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same. `lora`: the decoder gets
+    empty slots for adapters, `Decoder.lora`.
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     whole = weight_table(spec)
     table = whole if parallel is None else parallel.table(spec)
-    model = _Model(folder, spec, table, device, dtype, parallel)
+    model = _Model(folder, spec, table, device, dtype, parallel, table, lora)
     if load_format == "dummy":
         config = folder / "config.json"
         schemes = find_schemes(spec, whole, (), config)
@@ -61,7 +64,10 @@ def load_model(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is to be loaded: the `table` of this rank, to `device` and of `dtype`. `spec`: of the whole model."""
+    """What is to be loaded: the `table` of this rank, to `device` and of `dtype`. `spec`: of the whole model.
+
+    whole: the table as cut from a whole checkpoint, which adapters always are; the other one where that is no split.
+    """
 
     folder: Path
     spec: ModelSpec
@@ -69,6 +75,8 @@ class _Model:
     device: torch.device
     dtype: torch.dtype
     parallel: TensorParallel | None
+    whole: WeightTable
+    lora: LoraShape | None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -94,11 +102,14 @@ class _Model:
         """The decoder of what the source gives. Raises `CheckpointError` where it cannot fit."""
         device, dtype = self.device, self.dtype
         loading = loading_bytes(self.table, schemes, dtype) + (AHEAD_BYTES if schemes and device.type == "cuda" else 0)
+        loading += 0 if self.lora is None else lora_bytes(self.whole, self.lora)
         _check_memory(self.folder, weight_bytes(self.table, schemes, dtype, device) + loading, device, dtype)
         weights = WeightBuilder(source, schemes, device, dtype).build(self.table)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
+        if self.lora is not None:
+            weights = weights.with_lora(LoraMemory(self.whole, self.lora, device))
         if self.parallel is None:
             return Decoder(self.spec, weights)
         ends = StageEnds(self.parallel.is_first, self.parallel.is_last)

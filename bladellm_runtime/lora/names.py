@@ -1,0 +1,79 @@
+"""From what a request names as its model to an adapter's folder: a name given at start, or a path below a root."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bladellm_runtime.errors import ConfigError, ParameterError
+
+MAX_NAME = 1024
+"""Characters of a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """name: as asked for. folder: resolved, the adapter's identity: whatever names it has, it is loaded once."""
+
+    name: str
+    folder: Path
+
+    @property
+    def key(self) -> str:
+        """What tells adapters apart, in slots and in the prompt cache."""
+        return str(self.folder)
+
+
+class AdapterNames:
+    """Which adapters may be asked for. modules: folders by name. root: any folder below it may be named by its path."""
+
+    def __init__(self, modules: Mapping[str, Path], root: Path | None) -> None:
+        self.modules = {name: folder.resolve() for name, folder in modules.items()}
+        self.root = None if root is None else root.resolve()
+
+    def find(self, name: str) -> Adapter | None:
+        """The adapter of a name; None where it is no name of one. Looks at folders, and opens nothing.
+
+        Raises `ParameterError` for paths that lead out of the root, and for any path where there is none.
+        """
+        if name in self.modules:
+            return Adapter(name, self.modules[name])
+        if not name or len(name) > MAX_NAME or not name.isprintable():
+            return None
+        if self._is_foreign(name):
+            raise ParameterError(
+                f"model {name!r:.120} is not below the folder of adapters; name a folder inside --lora_dir by its "
+                "relative path",
+                param="model",
+                code="model_not_found",
+            )
+        if self.root is None:
+            return None
+        folder = self.root / name
+        return Adapter(name, folder.resolve()) if folder.is_dir() else None
+
+    def _is_foreign(self, name: str) -> bool:
+        """Whether a name is a path or an address that does not end inside the root."""
+        if "://" in name or "\\" in name or name.startswith("~") or ".." in name.split("/"):
+            return True
+        if self.root is None:
+            return name.startswith("/")
+        try:
+            target = (self.root / name).resolve()
+        except (OSError, RuntimeError):  # a loop of links
+            return True
+        return self.root not in target.parents
+
+
+def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
+    """`--lora_modules name=path ...`. Raises `ConfigError` for other forms, doubled names and folders that are not."""
+    modules: dict[str, Path] = {}
+    for entry in entries:
+        name, sign, path = entry.partition("=")
+        if not (name and sign and path):
+            raise ConfigError(f"--lora_modules {entry!r:.120} must be name=path")
+        if name in modules:
+            raise ConfigError(f"--lora_modules names {name!r:.120} twice; give each adapter a name of its own")
+        if not Path(path).is_dir():
+            raise ConfigError(f"--lora_modules {entry!r:.120}: {path} is not a folder")
+        modules[name] = Path(path)
+    return modules

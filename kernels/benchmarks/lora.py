@@ -1,0 +1,116 @@
+"""Time LoRA's two kernels beside the layers that they add to, over the layers of a model.
+
+python kernels/benchmarks/lora.py [--rows 32] [--adapters 8 32] [--rank 16] [--layers 32] [--hidden 4096]
+    [--inner 14336] [--heads 32x8x128] [--tokens 0] [--repeats 20]
+
+All layers have matrices of their own, as in a model, so that nothing stays in the L2 cache. Row r has adapter r modulo
+their number. With --tokens a step has so many tokens, in tiles. `step` is that of all linear layers but the head:
+µs with adapters over µs without; attention, norms and the head are left out, so that the whole model's share is less.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from bladellm_kernels.linear import linear, linear_silu_mul
+from bladellm_kernels.lora_expand import lora_expand, lora_expand_silu_mul
+from bladellm_kernels.lora_shrink import lora_shrink
+from bladellm_kernels.lora_tokens import TokenAdapters, token_adapters
+from gpu_timing import GpuTimer
+
+Shape = tuple[str, int, tuple[int, ...]]
+Work = Callable[[], object]
+
+
+def shapes(hidden: int, inner: int, heads: int, kv_heads: int, dim: int) -> list[Shape]:
+    """Name, inputs, and outputs of each slice of a decoder layer's linear layers."""
+    qkv = (heads * dim, kv_heads * dim, kv_heads * dim)
+    return [
+        ("qkv", hidden, qkv),
+        ("output", heads * dim, (hidden,)),
+        ("gate_up", hidden, (inner, inner)),
+        ("down", inner, (hidden,)),
+    ]
+
+
+class Layer:
+    """A random linear layer in bfloat16, its adapters, and inputs."""
+
+    def __init__(self, inputs: int, rows: tuple[int, ...], tokens: int, adapters: int, rank: int) -> None:
+        self.rows = rows
+        self.x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        self.weight = torch.randn(sum(rows), inputs, device="cuda").mul_(inputs**-0.5).bfloat16()
+        self.a = torch.randn(adapters, len(rows) * rank, inputs, device="cuda").mul_(inputs**-0.5).bfloat16()
+        self.b = torch.randn(adapters, sum(rows), rank, device="cuda").bfloat16()
+        self.scales = torch.ones(adapters, len(rows), device="cuda")
+        self.y = torch.zeros(tokens, sum(rows), device="cuda").bfloat16()
+
+    def base(self) -> None:
+        """The gate is applied by the layer's own kernel."""
+        if len(self.rows) == 2:
+            linear_silu_mul(self.x, self.weight)
+        else:
+            linear(self.x, self.weight, out=self.y)
+
+    def added(self, adapters: TokenAdapters) -> None:
+        """The kernels of LoRA alone, among them the gate's."""
+        self._expand(lora_shrink(self.x, self.a, self.scales, adapters), adapters)
+
+    def both(self, adapters: TokenAdapters) -> None:
+        shrunk = lora_shrink(self.x, self.a, self.scales, adapters)
+        linear(self.x, self.weight, out=self.y)
+        self._expand(shrunk, adapters)
+
+    def _expand(self, shrunk: torch.Tensor, adapters: TokenAdapters) -> None:
+        if len(self.rows) == 2:
+            lora_expand_silu_mul(shrunk, self.b, (self.rows[0], self.rows[1]), adapters, self.y)
+        else:
+            lora_expand(shrunk, self.b, self.rows, adapters, self.y)
+
+
+def measure(args: argparse.Namespace, count: int, timer: GpuTimer) -> list[str]:
+    tokens = args.tokens or args.rows
+    slots = [token * count // tokens if args.tokens else token % count for token in range(tokens)]
+    adapters = token_adapters(slots, count, torch.device("cuda"), bool(args.tokens))
+    lines, all_base, all_both = [], [], []
+    heads, kv_heads, dim = map(int, args.heads.split("x"))
+    for name, inputs, rows in shapes(args.hidden, args.inner, heads, kv_heads, dim):
+        layers = [Layer(inputs, rows, tokens, count, args.rank) for _ in range(args.layers)]
+        base: list[Work] = [layer.base for layer in layers]
+        added: list[Work] = [partial(layer.added, adapters) for layer in layers]
+        both: list[Work] = [partial(layer.both, adapters) for layer in layers]
+        alone, kernels, together = (timer.replayed(works) / len(works) * 1e6 for works in (base, added, both))
+        all_base.append(alone * args.layers)
+        all_both.append(together * args.layers)
+        row = f"| {count} | {name} | {alone:.1f} | {kernels:.1f} | {together:.1f} | {(together - alone) / alone:.0%} |"
+        lines.append(row)
+        del layers, base, added, both
+    lines.append(
+        f"| {count} | step | {sum(all_base):.0f} | | {sum(all_both):.0f} | {sum(all_both) / sum(all_base) - 1:.0%} |"
+    )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32, help="decode rows")
+    parser.add_argument("--adapters", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=14336)
+    parser.add_argument("--heads", default="32x8x128", help="query heads x KV heads x dim")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens of a step with chunks, in place of rows")
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, rank {args.rank}, ", end="")
+    print(f"{args.tokens} tokens in tiles\n" if args.tokens else f"{args.rows} rows\n")
+    print("| adapters | layer | base µs | LoRA alone µs | together µs | share of the base |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for count in args.adapters:
+        print("\n".join(measure(args, count, GpuTimer(args.repeats))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The store moves adapters in the background: what slots hold is what was asked for, failures free what they took."""
+
+import random
+import time
+from collections import deque
+
+import pytest
+import torch
+
+from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.lora.loader import AdapterLoader
+from bladellm_runtime.lora.peft_folder import AdapterReader, empty_adapter
+from bladellm_runtime.lora.policy import AdapterPolicy
+from bladellm_runtime.lora.store import AdapterStore
+from bladellm_runtime.models.config import read_model_spec
+from bladellm_runtime.models.lora import LoraMemory, LoraShape
+from bladellm_runtime.models.weights import weight_table
+from tests.lora.folders import CONFIG, save_adapter
+from tests.models.harness import DEVICES, save_tiny
+
+SLOTS, COPIES = 3, 4
+WAIT_S = 30.0
+
+
+class Numbered(AdapterReader):
+    """Fills an adapter with the number that its folder's name is; a folder named `broken` cannot be read."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def read(self, folder, target):
+        self.reads += 1
+        if folder.name == "broken":
+            raise CheckpointError(f"{folder} is broken")
+        if folder.name == "surprising":
+            raise RuntimeError("out of ideas")
+        target.numbers.fill_(int(folder.name))
+        target.scales.fill_(int(folder.name))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    save_tiny(folder, "llama", num_hidden_layers=1)
+    return weight_table(read_model_spec(folder))
+
+
+@pytest.fixture(params=DEVICES)
+def store(table, request):
+    memory = LoraMemory(table, LoraShape(SLOTS, 2, torch.float32), torch.device(request.param))
+    store = AdapterStore(AdapterPolicy(SLOTS, COPIES), AdapterLoader(memory, Numbered()))
+    store.memory = memory
+    yield store
+    store.close()
+
+
+def wait_for(store, adapter):
+    """The outcome of an adapter's move, with all before it."""
+    end = time.monotonic() + WAIT_S
+    found = []
+    while time.monotonic() < end:
+        found += store.poll()
+        if any(outcome.adapter == adapter for outcome in found):
+            return found
+        time.sleep(1e-3)
+    raise AssertionError(f"{adapter} was never loaded")
+
+
+def holds(store, slot, adapter):
+    numbers, scales = store.memory.numbers[slot], store.memory.scales[slot]
+    return bool((numbers == int(adapter)).all()) and bool((scales == int(adapter)).all())
+
+
+def test_200_adapters_come_and_go_and_every_request_is_served(store, monkeypatch):
+    """Requests wait in line for slots, hold them for a while, and always find their adapter there."""
+    made = []
+
+    def counted(*given):
+        made.append(given)
+        return empty_adapter(*given)
+
+    monkeypatch.setattr("bladellm_runtime.lora.loader.empty_adapter", counted)
+    waiting = deque(str(random.randrange(60)) for _ in range(200))
+    running, served = [], 0
+    end = time.monotonic() + WAIT_S
+    while (waiting or running) and time.monotonic() < end:
+        while waiting and store.acquire(waiting[0]):
+            running.append([waiting.popleft(), random.randrange(1, 4)])
+        assert all(outcome.error is None for outcome in store.poll())
+        for request in list(running):
+            slot = store.ready_slot(request[0])
+            if slot is not None:
+                assert holds(store, slot, request[0])
+                request[1] -= 1
+                if request[1] == 0:
+                    running.remove(request)
+                    store.release(request[0])
+                    served += 1
+    assert served == 200
+    assert store.policy.in_use == {}
+    assert len(made) == COPIES, "memory of dropped copies is used again"
+
+
+def test_an_adapter_that_cannot_be_read_leaves_slot_and_memory(store):
+    for name in ("broken", "surprising"):
+        assert store.acquire(name)
+        assert store.acquire(name)
+        (outcome,) = wait_for(store, name)
+        assert name in str(outcome.error)
+        assert store.ready_slot(name) is None
+        store.release(name)
+        store.release(name)
+    for name in ("1", "2", "3"):
+        assert store.acquire(name)
+    assert not store.acquire("4")
+    wait_for(store, "3")
+    store.release("2")
+    assert store.acquire("4")
+    wait_for(store, "4")
+    assert holds(store, store.ready_slot("4"), "4")
+    assert holds(store, store.ready_slot("1"), "1")
+
+
+def test_unloaded_adapters_are_read_again_and_those_in_use_stay(store):
+    reader = store._loader._reader
+    assert store.acquire("5")
+    assert not store.unload("5")
+    wait_for(store, "5")
+    assert not store.unload("5")
+    store.release("5")
+    assert store.acquire("5")
+    store.release("5")
+    assert reader.reads == 1, "nobody took it away"
+    assert store.unload("5")
+    assert store.ready_slot("5") is None
+    assert store.acquire("5")
+    wait_for(store, "5")
+    assert reader.reads == 2
+
+
+def test_folders_reach_their_slots(table, tmp_path):
+    model = save_tiny(tmp_path / "base", "llama", num_hidden_layers=1)
+    spec = read_model_spec(tmp_path / "base")
+    memory = LoraMemory(weight_table(spec), LoraShape(1, 4, torch.float32), torch.device("cpu"))
+    store = AdapterStore(AdapterPolicy(1, 1), AdapterLoader(memory, AdapterReader(spec, memory.layout)))
+    adapter = str(save_adapter(tmp_path / "adapter", model))
+    assert store.acquire(adapter)
+    assert wait_for(store, adapter)[0].error is None
+    assert memory.numbers[0].abs().sum() > 0
+    assert (memory.scales[0] == 1.5).all()
+    store.release(adapter)
+    (tmp_path / "adapter" / CONFIG).unlink()
+    assert store.unload(adapter)
+    assert store.acquire(adapter)
+    assert "missing" in str(wait_for(store, adapter)[0].error)
+    store.close()
