@@ -19,6 +19,28 @@ GREEDY_TEMPERATURE = 1e-5
 _CACHE_SALT = re.compile(rf"[!-~]{{1,{MAX_CACHE_SALT_CHARS}}}")
 
 
+class ConstraintKind(StrEnum):
+    """The language a constraint is written in."""
+
+    JSON = "json"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a text must satisfy. `source` is canonical text: equal constraints have equal `kind` and `source`.
+
+    JSON: the schema, compact, its keys in the order written (which is the order of the answer's keys). CHOICE: a JSON
+    array of strings. REGEX and GRAMMAR (Lark): the text itself. `field` is the request field that errors name.
+    """
+
+    kind: ConstraintKind
+    source: str
+    field: str
+
+
 class FinishReason(StrEnum):
     """Why a request ended; the values of the OpenAI protocol, plus `abort` and `error`."""
 

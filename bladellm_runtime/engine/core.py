@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
+from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
+from bladellm_runtime.request import FinishReason
+from bladellm_runtime.scheduler.admission import INVALID_REQUEST
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
@@ -42,8 +45,19 @@ class EngineCore:
     micro-batches this holds of each of them, and their steps are in flight side by side.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool, micro_batches: int = 1) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool,
+        micro_batches: int = 1,
+        room: WaitingRoom | None = None,
+    ) -> None:
+        """room: where requests wait for what they need before they are scheduled."""
         self._scheduler = scheduler
+        self._room = WaitingRoom() if room is None else room  # an empty one is false
+        scheduler.watch_ends(self._room.release)
         self._runner = runner
         self._depth = micro_batches + overlap
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
@@ -60,29 +74,38 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """True when no request is queued or running and no step is in flight."""
-        return not self._in_flight and not self._scheduler.has_work
+        """True when no request waits, is queued or running and no step is in flight."""
+        return not self._in_flight and not self._scheduler.has_work and not self._room
+
+    @property
+    def preparing(self) -> bool:
+        """True when no step is in flight and nothing is queued, while requests wait for what they need before that."""
+        return bool(self._room) and not self._in_flight and not self._scheduler.has_work
 
     def add(self, request: AddRequest) -> list[RequestDelta]:
         """Queue a request; a request that can never run is answered at once."""
-        refusal = self._scheduler.add(request)
+        refusal = self._refusal(request)
+        if refusal is None and not self._room.enter(request):
+            refusal = self._scheduler.add(request)
         return [] if refusal is None else [refusal]
 
     def abort(self, request_ids: Sequence[int]) -> list[RequestDelta]:
         """End requests now; returns their terminal deltas."""
-        return self._scheduler.abort(request_ids)
+        return self._room.abort(request_ids) + self._scheduler.abort(request_ids)
 
     def abort_front_end(self, front_end: int) -> list[RequestDelta]:
         """End every request of a front end now; returns their terminal deltas."""
-        return self._scheduler.abort([item for item in self._scheduler.live_ids if front_end_of(item) == front_end])
+        live = [*self._room.request_ids, *self._scheduler.live_ids]
+        return self.abort([item for item in live if front_end_of(item) == front_end])
 
     def step(self) -> list[RequestDelta]:
         """Launch the next step if there is one, then complete the oldest in flight if it is due.
 
         Raises `DeviceLostError` when the device can do no more, `StepMemoryError` when no step fits into its memory.
         """
+        deltas = self._let_in() if self._room else []
         try:
-            return self._step_or_recover()
+            return deltas + self._step_or_recover()
         except DeviceLostError:
             self._device_lost = True
             raise
@@ -94,6 +117,22 @@ class EngineCore:
             if self.recovery is None:
                 raise
             return self._recover(self.recovery, error)
+
+    def _refusal(self, request: AddRequest) -> RequestDelta | None:
+        if request.request_id in self._room:
+            return RequestDelta(request.request_id, [], FinishReason.ERROR, INVALID_REQUEST)
+        return self._scheduler.refusal(request)
+
+    def _let_in(self) -> list[RequestDelta]:
+        """Hand the requests that are prepared to the scheduler; returns what became of the others that left."""
+        deltas = self._room.poll()
+        for request, prepared in self._room.ready:
+            refusal = self._scheduler.add(request, prepared)
+            if refusal is not None:
+                deltas.append(refusal)
+                self._room.release(request.request_id)
+        self._room.ready.clear()
+        return deltas
 
     def _step(self) -> list[RequestDelta]:
         start = time.monotonic()

@@ -61,7 +61,7 @@ class EngineLoop:
         """How long to wait for messages: not at all while steps can run."""
         if self._core.idle:
             return HEARTBEAT_SECONDS
-        return BLOCKED_SECONDS if self._core.blocked else 0.0
+        return BLOCKED_SECONDS if self._core.blocked or self._core.preparing else 0.0
 
     def _receive_within(self, seconds: float) -> list[RequestDelta]:
         """What comes within `seconds` or less, however short that is."""

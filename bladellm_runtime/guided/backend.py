@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from bladellm_runtime.guided.constraint import Constraint
 from bladellm_runtime.guided.vocabulary import Masks, Row, Vocabulary
+from bladellm_runtime.request import Constraint
 
 
 class MatcherError(RuntimeError):

@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from bladellm_runtime.guided.backend import Backend, Compiled, Matcher
-from bladellm_runtime.guided.constraint import Constraint, ConstraintError
+from bladellm_runtime.guided.constraint import ConstraintError
+from bladellm_runtime.request import Constraint
 
 DEADLINE = 5.0
 DEFAULT_BYTES = 256 * 2**20

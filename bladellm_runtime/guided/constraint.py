@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
-import msgspec
 import orjson
 
 from bladellm_runtime.errors import ParameterError
+from bladellm_runtime.request import Constraint, ConstraintKind
 
 MAX_SOURCE_BYTES = 2**16
 MAX_NESTING = 64
@@ -16,27 +15,6 @@ MAX_REGEX_CHARS = 2**14
 MAX_CHOICES = 1024
 FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
 _ANY_OBJECT = '{"type":"object"}'
-
-
-class ConstraintKind(StrEnum):
-    """The language a constraint is written in."""
-
-    JSON = "json"
-    REGEX = "regex"
-    CHOICE = "choice"
-    GRAMMAR = "grammar"
-
-
-class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """One constraint. `source` is canonical text: equal constraints have equal `kind` and `source`.
-
-    JSON: the schema, compact, its keys in the order written (which is the order of the answer's keys). CHOICE: a JSON
-    array of strings. REGEX and GRAMMAR (Lark): the text itself. `field` is the request field that errors name.
-    """
-
-    kind: ConstraintKind
-    source: str
-    field: str
 
 
 class ConstraintError(ParameterError):

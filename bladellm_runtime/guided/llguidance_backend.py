@@ -14,8 +14,9 @@ import orjson
 
 from bladellm_runtime.guided import json_schema, regex_syntax
 from bladellm_runtime.guided.backend import Matcher, MatcherError
-from bladellm_runtime.guided.constraint import Constraint, ConstraintError, ConstraintKind
+from bladellm_runtime.guided.constraint import ConstraintError
 from bladellm_runtime.guided.vocabulary import Masks, Row, Vocabulary
+from bladellm_runtime.request import Constraint, ConstraintKind
 
 MAX_WRITTEN_REGEX = 2**20
 _LIMITS = llguidance.LLParserLimits(

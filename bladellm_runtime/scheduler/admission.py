@@ -2,6 +2,7 @@
 
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.sequence import Sequence
 from bladellm_runtime.wire.messages import AddRequest
 
@@ -29,7 +30,9 @@ def answer_tokens(prompt_len: int, max_tokens: int | None, limits: SchedulerLimi
     return room if max_tokens is None else min(max_tokens, room)
 
 
-def make_sequence(request: AddRequest, order: int, limits: SchedulerLimits, capacity: int) -> Sequence:
+def make_sequence(
+    request: AddRequest, order: int, limits: SchedulerLimits, capacity: int, prepared: Prepared
+) -> Sequence:
     """The sequence of a request that `refusal` lets pass; `order` is its place in the line."""
     params, prompt_len = request.params, len(request.prompt)
     answer = answer_tokens(prompt_len, params.max_tokens, limits, capacity)
@@ -45,4 +48,5 @@ def make_sequence(request: AddRequest, order: int, limits: SchedulerLimits, capa
         kv_end=prompt_len + max(answer, 1) - 1,
         salt=request.cache_salt,
         stops=stops.union(params.stop_token_ids) if params.stop_token_ids else stops,
+        prepared=prepared,
     )

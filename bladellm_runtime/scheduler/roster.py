@@ -1,7 +1,7 @@
 """`Roster`: every live sequence, the list it is in, the slot it holds; and the only transitions between states."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from bladellm_runtime.kv.accounting import KvAccounting
@@ -29,6 +29,8 @@ class Roster:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.preemptions = 0
+        self.ended: Callable[[int], None] | None = None
+        """Called with the id of every request that ends."""
         self._lists = {State.WAITING: self.waiting, State.PREFILL: self.prefilling, State.DECODE: self.decoding}
 
     def add(self, seq: Sequence) -> None:
@@ -104,6 +106,8 @@ class Roster:
         self.slots.disown(seq)
         self._move(seq, State.ENDED)
         del self.live[seq.request_id]
+        if self.ended is not None:
+            self.ended(seq.request_id)
 
     def _move(self, seq: Sequence, state: State) -> None:
         """Change a sequence's state, and with it the list it is in; draining and ended ones are in none."""

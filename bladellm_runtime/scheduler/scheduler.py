@@ -15,6 +15,7 @@ from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.planner import Planner
 from bladellm_runtime.scheduler.prefill_budget import StepBound
+from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.results import ResultReader
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import by_arrival
@@ -86,16 +87,25 @@ class Scheduler:
         """The ids of the requests that are queued or running."""
         return list(self._roster.live)
 
-    def add(self, request: AddRequest) -> RequestDelta | None:
-        """Queue a request. One that can never run, or whose id is live, gets its terminal delta at once."""
+    def watch_ends(self, ended: Callable[[int], None]) -> None:
+        """Have `ended` called with the id of every request that ends."""
+        self._roster.ended = ended
+
+    def refusal(self, request: AddRequest) -> RequestDelta | None:
+        """The terminal delta of a request that can never run, or whose id is live; None for others."""
         error = refusal(request.prompt, self._limits, self._capacity)
         if request.request_id in self._roster.live:
             error = INVALID_REQUEST
-        if error is not None:
-            return RequestDelta(request.request_id, [], FinishReason.ERROR, error)
-        self._added += 1
-        self._roster.add(make_sequence(request, self._added, self._limits, self._capacity))
-        return None
+        return None if error is None else RequestDelta(request.request_id, [], FinishReason.ERROR, error)
+
+    def add(self, request: AddRequest, prepared: Prepared | None = None) -> RequestDelta | None:
+        """Queue a request, with what it was given beforehand. One that can never run, or whose
+        id is live, gets its terminal delta at once."""
+        refused = self.refusal(request)
+        if refused is None:
+            self._added += 1
+            self._roster.add(make_sequence(request, self._added, self._limits, self._capacity, prepared or Prepared()))
+        return refused
 
     def abort(self, request_ids: Iterable[int]) -> list[RequestDelta]:
         """End requests now: one terminal delta for each live one. What steps in flight still produce is dropped."""

@@ -6,6 +6,7 @@ from enum import Enum
 from operator import attrgetter
 
 from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.wire.messages import TokenLogprobs
 
 by_arrival = attrgetter("order")
@@ -36,7 +37,7 @@ class Sequence:
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
     `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
     `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence. `group`: the
-    micro-batch it runs in.
+    micro-batch it runs in. `prepared`: what it was given beforehand.
     """
 
     order: int
@@ -63,6 +64,7 @@ class Sequence:
     failed: bool = False
     loaded: bool = False
     group: int = 0
+    prepared: Prepared = field(default_factory=Prepared)
 
     @property
     def generated(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.request import Constraint, FinishReason, SamplingParams
 
 FRONT_END_SHIFT = 48
 START_SHIFT = 36
@@ -30,7 +30,8 @@ def front_end_of(request_id: int) -> int:
 class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
     """One choice of one prompt. `choice` with the seed keys its random numbers; `params.n` is not read here.
 
-    Requests with different `cache_salt` never share cached prompts.
+    Requests with different `cache_salt` never share cached prompts. adapter: the key of a LoRA adapter, the resolved
+    path of its folder; empty for the base model.
     """
 
     request_id: int
@@ -39,6 +40,19 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
     choice: int
     arrival: float
     cache_salt: str = ""
+    constraint: Constraint | None = None
+    adapter: str = ""
+
+
+class MoveAdapter(msgspec.Struct, tag="adapter", frozen=True, array_like=True):
+    """Bring a LoRA adapter to the device ahead of its first request, or let go of it, so that its folder is read anew.
+
+    Answered by one terminal delta of `request_id`, like a request.
+    """
+
+    request_id: int
+    adapter: str
+    load: bool
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True, array_like=True):
@@ -69,9 +83,9 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     """What one step did for one request.
 
     `finish` set ends the request. `error` is a short code (`invalid_logits`, `context_length_exceeded`, ...) with
-    `finish == ERROR`. `scheduled_at` is set once, on the delta of the first token, and so is `cached_tokens`: how many
-    prompt tokens the prompt cache had. `prompt_logprobs` has one entry a prompt token from the second on, and comes
-    once, with the first delta.
+    `finish == ERROR`, and `message` a sentence for the client where the code does not say it all. `scheduled_at` is set
+    once, on the delta of the first token, and so is `cached_tokens`: how many prompt tokens the prompt cache had.
+    `prompt_logprobs` has one entry a prompt token from the second on, and comes once, with the first delta.
     """
 
     request_id: int
@@ -82,6 +96,7 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     scheduled_at: float | None = None
     cached_tokens: int | None = None
+    message: str | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -2,10 +2,12 @@
 
 import random
 import time
+from collections import defaultdict
 
 import pytest
 
 from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
@@ -53,7 +55,9 @@ class ArithmeticRunner:
     def close(self) -> None: ...
 
 
-def make_core(overlap: bool, granules: int = 64, runner: ArithmeticRunner | None = None) -> EngineCore:
+def make_core(
+    overlap: bool, granules: int = 64, runner: ArithmeticRunner | None = None, room: WaitingRoom | None = None
+) -> EngineCore:
     spec = KvSpec((KvGroup((0,), 64),), granule_tokens=4, num_granules=granules, num_slots=8, max_tokens=128)
     limits = SchedulerLimits(
         max_batch_tokens=32,
@@ -62,7 +66,7 @@ def make_core(overlap: bool, granules: int = 64, runner: ArithmeticRunner | None
         eos_token_ids=frozenset({EOS}),
         vocab_size=VOCAB,
     )
-    return EngineCore(Scheduler(limits, KvAccounting(spec)), runner or ArithmeticRunner(), overlap=overlap)
+    return EngineCore(Scheduler(limits, KvAccounting(spec)), runner or ArithmeticRunner(), overlap=overlap, room=room)
 
 
 def make_requests(count: int, seed: int) -> list[AddRequest]:
@@ -90,7 +94,7 @@ def expected(request: AddRequest) -> list[int]:
 
 def drain(core: EngineCore, requests: list[AddRequest]) -> dict[int, tuple[list[int], FinishReason, str | None]]:
     found: dict[int, tuple[list[int], FinishReason, str | None]] = {}
-    tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    tokens: dict[int, list[int]] = defaultdict(list)
     deltas = [delta for request in requests for delta in core.add(request)]
     while True:
         for delta in deltas:

@@ -9,8 +9,9 @@ import pytest
 from bladellm_runtime.errors import ParameterError
 from bladellm_runtime.guided.backend import Backend, Compiled, Matcher
 from bladellm_runtime.guided.compiler import Compiler
-from bladellm_runtime.guided.constraint import Constraint, constraint_of
+from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.guided.vocabulary import Vocabulary, allowed_tokens
+from bladellm_runtime.request import Constraint
 
 END = 7
 WORDS = ('{"', '":', '": "', '"}', '",', " ", "  ", "true", "name", "age", "a", "ab", "abc", "aba", "é", "日本",

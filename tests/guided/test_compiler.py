@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bladellm_runtime.guided.compiler import Compiler
-from bladellm_runtime.guided.constraint import Constraint, ConstraintError, ConstraintKind
+from bladellm_runtime.guided.constraint import ConstraintError
 from bladellm_runtime.guided.llguidance_backend import LlguidanceBackend
+from bladellm_runtime.request import Constraint, ConstraintKind
 
 
 class Compiled:

@@ -5,7 +5,8 @@ import json
 import msgspec
 import pytest
 
-from bladellm_runtime.guided.constraint import Constraint, ConstraintError, ConstraintKind, constraint_of
+from bladellm_runtime.guided.constraint import ConstraintError, constraint_of
+from bladellm_runtime.request import Constraint, ConstraintKind
 from tests.guided.samples import PROFILE
 
 
