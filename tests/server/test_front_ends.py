@@ -208,7 +208,6 @@ def test_sigterm_lets_all_processes_finish_their_requests(server):
     pids = server.front_end_pids()
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(server.stop, 40)
-        time.sleep(0.5)
         for stream in [stream for several in streams.values() for stream in several]:
             last = stream.rest()[-1]
             assert last["choices"][0]["finish_reason"] == "length"
@@ -219,7 +218,7 @@ def test_sigterm_lets_all_processes_finish_their_requests(server):
 def test_a_second_signal_ends_the_requests_of_all_processes(server):
     streams = streams_by_front_end(server, 4)
     server.signal(signal.SIGTERM)
-    time.sleep(0.3)
+    until(lambda: server.request("/ready")[0] == 503, what="/ready at 503")
     server.signal(signal.SIGTERM)
     for stream in [stream for several in streams.values() for stream in several]:
         assert stream.rest()[-1]["error"]["code"] == "server_shutting_down"

@@ -57,10 +57,12 @@ async def ask(client, prompt, **params):
 
 
 async def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
+    """Poll; a poll counts for its pause alone, however long a busy machine takes over it."""
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
         await asyncio.sleep(0.01)
+    assert condition(), f"did not happen within {seconds} s"
 
 
 async def started_thread(**settings):
@@ -168,7 +170,7 @@ def test_heartbeat_age_grows_only_while_the_engine_is_silent():
         assert client.failure is None
         started = time.monotonic()
         await client.close(0.3)
-        assert time.monotonic() - started < 5, "a hanging engine is killed"
+        assert time.monotonic() - started < 20, "a hanging engine is killed"
         assert not os.path.exists(f"/proc/{client.process_id}")
 
     asyncio.run(body())
