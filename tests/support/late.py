@@ -7,7 +7,7 @@ import pytest
 
 
 def start_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a process that asyncio starts has ended, and the loop has seen it, when its starter gets hold of it."""
+    """A process that asyncio starts has ended, and its loop has seen that, when who starts it gets hold of it."""
     start = asyncio.create_subprocess_exec
 
     async def start_and_wait(*command: Any, **options: Any) -> asyncio.subprocess.Process:
