@@ -130,6 +130,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_map_p99: float = 0.0
     kv_map_wait: float = 0.0
     kernel_compiles_after_ready: int = 0
+    guided_hits: int = 0
+    guided_misses: int = 0
+    guided_refused: int = 0
+    guided_compile_seconds: float = 0.0
+    guided_cache_bytes: int = 0
+    guided_mask_seconds: float = 0.0
+    guided_masks: int = 0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
