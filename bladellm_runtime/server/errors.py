@@ -71,8 +71,7 @@ def generation_error(code: str | None, sentence: str | None = None, param: str |
     if code == "constraint_refused":
         return invalid_request(sentence or "The constraint of this request cannot be used", param, code)
     if code == "constraint_failed":
-        reason = f": {sentence}" if sentence else ""
-        return ApiError(500, f"The constraint of this request could not be followed to its end{reason}", code=code)
+        return ApiError(500, sentence or "The constraint of this request could not be followed to its end", code=code)
     if code == "context_length_exceeded":
         return invalid_request("The prompt does not fit into the model's context", code=code)
     if code == "invalid_logits":

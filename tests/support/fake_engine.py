@@ -28,7 +28,7 @@ import zlib
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,7 @@ class FakeSettings:
     kv_tokens: int = 65536
     heartbeat_seconds: float = 0.25
     max_model_len: int = MAX_MODEL_LEN
+    guided_cache_mib: float = 256.0
 
 
 @dataclass
@@ -104,14 +105,6 @@ def words() -> list[int]:
     """The tokens that are a space and ASCII letters: any sequence of them decodes to plain words."""
     vocab = tokenizer().get_vocab()
     return sorted(token for text, token in vocab.items() if re.fullmatch(r"Ġ[A-Za-z]+", text))
-
-
-@cache
-def guide() -> "FakeGuide":
-    """Made for the first constraint: most tests have none."""
-    from tests.support.fake_guide import FakeGuide
-
-    return FakeGuide(DEMO_MODEL, VOCAB_SIZE, [EOS, 0])
 
 
 def key_of(prompt: list[int], choice: int) -> int:
@@ -171,6 +164,13 @@ class FakeEngine:
         )
         self._stop = False
 
+    @cached_property
+    def _guide(self) -> "FakeGuide":
+        """Made for the first constraint: most tests have none."""
+        from tests.support.fake_guide import FakeGuide
+
+        return FakeGuide(DEMO_MODEL, VOCAB_SIZE, [EOS, 0], int(self._settings.guided_cache_mib * 2**20))
+
     def run(self) -> None:
         self._port.send(fake_ready(self._settings))
         while not self._stop:
@@ -186,7 +186,7 @@ class FakeEngine:
         deltas = []
         for message in self._port.receive(timeout):
             if isinstance(message, AddRequest) and message.constraint is not None:
-                self._compiling[message.request_id] = message, guide().compiling(message.constraint)
+                self._compiling[message.request_id] = message, self._guide.compiling(message.constraint)
             elif isinstance(message, AddRequest):
                 self._waiting.append(message)
             elif isinstance(message, AbortRequests):
@@ -220,7 +220,7 @@ class FakeEngine:
             del self._compiling[request_id]
             error = future.exception()
             if error is None:
-                self._matchers[request_id] = guide().matcher(future.result())
+                self._matchers[request_id] = self._guide.matcher(future.result())
                 self._waiting.append(request)
             else:
                 refused.append(
@@ -291,7 +291,7 @@ class FakeEngine:
             token = self._next_token(running, position)
         except RuntimeError as failure:
             delta = self._end(running, [], FinishReason.ERROR, "constraint_failed")
-            delta.message = str(failure)
+            delta.message = f"The constraint could not be followed to its end: {failure}"
             return delta
         running.tokens.append(token)
         self._stats.generated_tokens += 1
@@ -304,7 +304,7 @@ class FakeEngine:
 
     def _next_token(self, running: Running, position: int) -> int:
         if running.matcher is not None:
-            return guide().next_token(running.matcher, running.key, position)
+            return self._guide.next_token(running.matcher, running.key, position)
         if running.script is not None:
             return running.script[min(position, len(running.script) - 1)]
         return token_at(running.key, position)
@@ -350,8 +350,8 @@ class FakeEngine:
         self._stats.time = time.monotonic()
         self._stats.running = len(self._running)
         self._stats.waiting = len(self._waiting) + len(self._compiling)
-        if guide.cache_info().currsize:
-            guide().count(self._stats)
+        if "_guide" in vars(self):
+            self._guide.count(self._stats)
         self._stats.kv_granules_used = self._used()
         return self._stats
 

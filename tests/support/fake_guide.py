@@ -22,9 +22,9 @@ CLOSING_SHARE = 0.6
 class FakeGuide:
     """The constraints of a fake engine, whose vocabulary is that of the tokenizer in `folder`."""
 
-    def __init__(self, folder: Path, vocab_size: int, end_ids: list[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, end_ids: list[int], cache_bytes: int) -> None:
         self._vocabulary = vocabulary_of(Tokenizer.load(folder), vocab_size, end_ids)
-        self._compiler = Compiler(LlguidanceBackend(self._vocabulary))
+        self._compiler = Compiler(LlguidanceBackend(self._vocabulary), max_bytes=cache_bytes)
         self._row = np.zeros(self._vocabulary.words, np.int32)
         self._closing = {token for token, piece in enumerate(self._vocabulary.pieces) if piece in CLOSING}
         self._masks = 0
