@@ -1,4 +1,4 @@
-"""Token masks against their reference, their kernel interpreted and compiled, and sampling where few tokens are left."""
+"""Token masks against their reference, their kernel interpreted and compiled; sampling where few tokens are left."""
 
 import pytest
 import torch
