@@ -53,7 +53,7 @@ def ending_of(fields: dict, text: str) -> str:
     while not matcher.may_end:
         matcher.fill_mask(row)
         wanted = ENDING_IN_STRING if _has(row, FIRST_BYTE + ord("~")) else ENDING
-        allowed = [byte for byte in (*wanted, *range(32, 127)) if _has(row, FIRST_BYTE + byte)]
+        allowed = [byte for byte in (*wanted, *range(33, 127), 32) if _has(row, FIRST_BYTE + byte)]
         assert matcher.accept(FIRST_BYTE + allowed[0])
         ending += bytes(allowed[:1])
         assert len(ending) < 5000
