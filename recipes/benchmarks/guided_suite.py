@@ -2,11 +2,11 @@
 
     python recipes/benchmarks/guided_suite.py SUITE/tests/draft2020-12 FOLDER_WITH_TOKENIZER [--vocab_size 151936]
 
-SUITE is a copy of https://github.com/json-schema-org/JSON-Schema-Test-Suite. Every schema is compiled; every instance of
-those that compile is written as JSON (keys as they are and in the schema's order, compact and with spaces) and fed to
-a matcher, byte by byte. Valid ones that are accepted are also fed as the tokenizer's tokens, a mask row each. Prints
-Markdown; ends with status 1 if an invalid instance was accepted. `format` counts as a constraint here, and in some files
-of the suite as a remark: texts that are valid there only for that reason are not accepted.
+SUITE is a copy of https://github.com/json-schema-org/JSON-Schema-Test-Suite. Every schema is compiled; every instance
+of those that compile is written as JSON (keys as they are and in the schema's order, compact and with spaces) and fed
+to a matcher, byte by byte. Accepted ones are also fed as the tokenizer's tokens, a mask row each. Prints Markdown; ends
+with status 1 if an invalid instance was accepted. `format` counts as a constraint here, and in some files of the suite
+as a remark: texts that are valid there only for that reason are not accepted.
 """
 
 import argparse
