@@ -11,7 +11,7 @@ import numpy.typing as npt
 from bladellm_runtime.guided.pauses import breathe
 from bladellm_runtime.guided.regex_syntax import Alternate, Chars, Concat, Node, Repeat
 
-MAX_NFA_STATES = 40_000
+MAX_NFA_STATES = 20_000
 MAX_STATES = 5_000
 DEAD = -1
 
