@@ -8,6 +8,8 @@ import pytest
 
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.engine import build_runner
+from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.errors import ParameterError
 from bladellm_runtime.request import FinishReason
 from tests.engine.captured import Again, captured_llm
 from tests.engine.constrained import (
@@ -122,9 +124,11 @@ def test_random_tokens_of_others_do_not_change(demo_model):
         assert [answer.tokens for answer in beside] == [answer.tokens for answer in alone]
 
 
-def test_log_probabilities_are_of_the_models_own_distribution(demo_model):
-    """Those of a constrained answer equal those of its tokens as part of a prompt, where no mask acts."""
+def test_log_probabilities_are_of_the_models_own_distribution(demo_model, monkeypatch):
+    """Those of a constrained answer equal those of its tokens as part of a prompt, where no mask acts. Captured steps
+    are sampled by what kernels would read."""
     for captured in (False, True):
+        monkeypatch.setattr(build_runner, "SamplingState", KernelState if captured else SamplingState)
         params = SamplingParams(temperature=0.0, max_tokens=30, logprobs=3)
         asked = Asked([40, 900, 77], "employee", params)
         sizes = {"cuda_graph_batch_sizes": [2], "cuda_graph_prefill_tokens": [8]} if captured else {}
@@ -206,6 +210,22 @@ def test_the_start_may_get_ready_for_json(demo_model):
         assert output.outputs[0].text.startswith("{")
         assert time.monotonic() - start < 5
         assert (before.guided_misses, llm.stats().guided_misses, llm.stats().guided_hits) == (1, 1, 1)
+
+
+def test_constraints_of_a_call_are_refused_with_their_reason(demo_model):
+    with LLM(str(demo_model), **OPTIONS) as llm:
+        params = SamplingParams(max_tokens=5)
+        with pytest.raises(ParameterError, match="guided_json and guided_regex cannot be combined"):
+            llm.generate(["x"], params, guided_regex="a", guided_json={"type": "object"})
+        with pytest.raises(ParameterError, match="guided_choice must be"):
+            llm.generate(["x"], params, guided_choice=[])
+        output, _ = llm.generate(["x", "y"], params, guided_regex="(a")
+        completion = output.outputs[0]
+        assert (completion.finish_reason, completion.error) == (FinishReason.ERROR, "constraint_refused")
+        assert completion.message.startswith("guided_regex cannot be used: a group is not closed")
+        assert llm.stats().guided_refused == 2
+        [output] = llm.generate(["x"], params, guided_grammar='start: "ab" | "c"')
+        assert output.outputs[0].text in ("ab", "c")
 
 
 RANKS: dict[str, dict[str, Any]] = {
