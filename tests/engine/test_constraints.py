@@ -2,6 +2,7 @@
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from tests.engine.constrained import (
 )
 from tests.engine.test_equality import token_bytes
 from tests.engine.test_step_graphs import KernelState
+from tests.models.harness import save_tiny
 
+QWEN = Path(__file__).parents[3] / "shared" / "tokenizers" / "qwen2"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1}
 RANDOM_WEIGHTS = {"load_format": "dummy"}
 
@@ -254,3 +257,16 @@ def test_ranks_give_the_same_greedy_tokens(demo_model, expected, ranks):
         others = random_asked(rng, 8, llm.ready.vocab_size)
         for one, answer in zip(others, answers(llm, others, rng), strict=True):
             check(one, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not QWEN.is_dir(), reason="needs ../shared/tokenizers/qwen2")
+def test_a_vocabulary_of_151643_tokens_on_random_weights(tmp_path):
+    """The model has more embeddings than the tokenizer has tokens, which nothing may choose."""
+    save_tiny(tmp_path, "qwen2", vocab_size=151_936)
+    rng = random.Random()
+    with LLM(str(tmp_path), tokenizer_dir=str(QWEN), **OPTIONS | {"max_model_len": 256}) as llm:
+        asked = random_asked(rng, 28, llm.tokenizer.vocab_size)
+        for one, answer in zip(asked, answers(llm, asked, rng), strict=True):
+            check(one, answer)
+            assert one.kind is None or max(answer.tokens) < llm.tokenizer.vocab_size
