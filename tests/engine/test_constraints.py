@@ -49,7 +49,7 @@ def test_answers_of_a_mixed_batch_satisfy_their_constraints(demo_model, weights)
         stats = llm.stats()
         assert stats.guided_misses == len(KINDS)
         assert stats.guided_hits == 2 * 14 - len(KINDS)
-        assert stats.guided_masks > 100
+        assert stats.guided_masks >= 28
         assert stats.guided_cache_bytes > 0
         assert stats.guided_mask_seconds > 0
 
