@@ -2,8 +2,10 @@
 
 import http.client
 import json
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from tests.support.fake_engine import DEMO_MODEL, expected_text, tokenizer
 FAKE_COMMAND = [sys.executable, "-m", "tests.support.fake_engine"]
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0
+POLL_SECONDS = 0.02
 
 
 def fake_command(**settings: Any) -> list[str]:
@@ -31,11 +34,17 @@ def fake_command(**settings: Any) -> list[str]:
 
 
 def until(condition: Callable[[], Any], seconds: float = 5.0, what: str = "the condition") -> Any:
-    """Poll until `condition()` is true, and return its value; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come about within {seconds} s"
-        time.sleep(0.02)
+    """Poll until `condition()` is true, and return its value; fails after `seconds` of polling.
+
+    A poll counts for no more than its pause: a machine so busy that a server takes long to answer one has the longer.
+    """
+    polls = math.ceil(seconds / POLL_SECONDS)
+    for _ in range(polls):
+        if value := condition():
+            return value
+        time.sleep(POLL_SECONDS)
+    value = condition()
+    assert value, f"{what} did not come about within {seconds} s"
     return value
 
 
@@ -228,6 +237,10 @@ class OpenStream:
         """All further events, to the `[DONE]` that must end the stream."""
         # `read` stops after a line, in front of the empty one that ends its event.
         return events(self.response.read().removeprefix(b"\n"))
+
+    def abandon(self) -> None:
+        """Leave while another thread reads, which then finds the stream at its end."""
+        self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Leave."""
