@@ -160,7 +160,7 @@ SWAPPING = {
 
 def answers(llm: LLM) -> list[tuple[list[int], str | None]]:
     params = [PARAMS[index % len(PARAMS)] for index in range(len(PROMPTS))]
-    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[3:7], params[3:7], guided_regex=r"[a-m ,]{1,90}")
+    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[5:7], params[5:7], guided_regex=r"[a-m ,]{1,90}")
     return [(out.outputs[0].token_ids, out.outputs[0].error) for out in outputs]
 
 
