@@ -81,7 +81,7 @@ def interpreted_masks() -> None:
 def few_tokens_left() -> None:
     """The kernels that sample, where filters ask for more tokens than are allowed."""
     rng = seeded()
-    for vocab, capacity in ((9, 16), (300, 16)):
+    for vocab, capacity in ((9, 16), (140, 16)):
         requests = [random_request(rng, vocab) for _ in range(6)]
         slots, logits = slots_of(requests, vocab), torch.randn(6, vocab)
         for row, left in enumerate((1, 1, 2, 3, 7, 0)):
