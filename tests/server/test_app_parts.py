@@ -1,20 +1,25 @@
 """The server's small parts, each against something independent."""
 
 import asyncio
+import socket
+from functools import partial
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
 
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.exchange import ClientGone, Exchange
 from bladellm_runtime.server.histogram import Histogram
 from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
 from bladellm_runtime.server.listener import bind, url_of
+from bladellm_runtime.server.shared_counts import SharedCounts
 
 BOUNDS = (0.001, 0.5, 1.0, 2.0, 100.0)
 
@@ -156,6 +161,38 @@ def test_an_error_to_an_unread_body_closes_the_connection():
     assert b"".join(part["body"] for part in body) == ApiError(429, "full").body()
     assert body[-1].get("more_body", False) is False
     assert client.parts == [], "what was on its way is read, or the client may see a reset only"
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_front_ends_with_fewer_connections_take_the_next_and_nobody_waits_for_an_idle_one(idle, tmp_path):
+    """Two in one loop, so that neither is kept from its turn by the machine; the first has 20 connections before."""
+    counts = [SharedCounts.create(tmp_path / "counts", 2), SharedCounts(tmp_path / "counts", 1, 2)]
+    counts[0].connections.add(20)
+
+    class Counted(asyncio.Protocol):
+        def __init__(self, count):
+            self.count = count
+
+        def connection_made(self, transport):
+            self.count.add(1)
+
+    async def body(listener, others):
+        made = [Acceptor(listener, counts[0].connections, partial(Counted, counts[0].connections))]
+        if not idle:
+            made.append(Acceptor(others, counts[1].connections, partial(Counted, counts[1].connections)))
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(61)]
+        async with asyncio.timeout(60):
+            while counts[0].connections.total < 81:
+                await asyncio.sleep(0.001)
+        for end in (*clients, *made):
+            end.close()
+        return [each.connections.own for each in counts]
+
+    with bind("127.0.0.1", 0) as listener, listener.dup() as others:
+        others.setblocking(False)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            found = runner.run(body(listener, others))
+    assert found == [81, 0] if idle else abs(found[0] - found[1]) <= 3
 
 
 def test_a_taken_port_and_a_strange_host_are_one_sentence():

@@ -17,6 +17,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.server import front_ends
 from bladellm_runtime.server.front_ends import FrontEnds
+from tests.server.openai_support import decode, greedy
 from tests.support.late import start_too_late
 from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
 
@@ -47,9 +48,19 @@ def close_all(streams: dict[int, list[OpenStream]]) -> None:
         stream.close()
 
 
+COMMAND = fake_command(step_seconds=0.01, kv_tokens=2**20)
+
+
 @pytest.fixture
 def server():
-    with LiveServer(fake_command(step_seconds=0.01, kv_tokens=2**20), frontend_processes=2) as live:
+    """One that the test may end."""
+    with LiveServer(COMMAND, frontend_processes=2) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def lasting_server():
+    with LiveServer(COMMAND, frontend_processes=2) as live:
         yield live
 
 
@@ -60,28 +71,32 @@ async def ask(client: openai.AsyncOpenAI, prompt: str, count: int) -> str:
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
-def test_64_streams_of_the_openai_client_each_get_their_answer_and_every_process_serves_some(server):
+def test_64_streams_of_the_openai_client_each_get_their_answer_and_every_process_serves_some(lasting_server):
     async def body() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=lasting_server.url + "/v1", api_key="none", max_retries=0) as client:
             answers = asyncio.gather(*(ask(client, f"Stream {i}", 40 + i) for i in range(64)))
-            held: set[int] = set()
+            held, pids = set(), set(lasting_server.front_end_pids())
             while not answers.done():
                 await asyncio.sleep(0.05)
-                held |= {pid for pid in server.front_end_pids() if connections_of(pid, server.port) > 0}
-            assert held == set(server.front_end_pids())
+                held |= {pid for pid in pids if connections_of(pid, lasting_server.port) > 0}
+            assert held == pids
             return await answers
 
     assert asyncio.run(body()) == [fake_answer(f"Stream {i}", 40 + i) for i in range(64)]
-    until(lambda: server.metrics()["blade_llm:request_success_total"] == 64)
+    until(lambda: lasting_server.metrics()["blade_llm:request_success_total"] == 64)
 
 
-def test_a_burst_of_connections_spreads_evenly(server):
-    streams = [OpenStream(server, {"prompt": "long", "max_tokens": 2000, "ignore_eos": True}) for _ in range(60)]
-    until(lambda: server.gauges()[0] == 60)
-    assert all(25 <= connections_of(pid, server.port) <= 36 for pid in server.front_end_pids())
+def test_a_burst_of_connections_spreads(lasting_server):
+    """Evenly, where no process is kept waiting for the processor: tests/server/test_app_parts.py has that."""
+    streams = [
+        OpenStream(lasting_server, {"prompt": "long", "max_tokens": 2000, "ignore_eos": True}) for _ in range(60)
+    ]
+    until(lambda: lasting_server.gauges()[0] == 60)
+    held = [connections_of(pid, lasting_server.port) for pid in lasting_server.front_end_pids()]
     for stream in streams:
         stream.close()
-    until(lambda: server.gauges()[0] == 0)
+    assert min(held) > 0
+    until(lambda: lasting_server.gauges()[0] == 0)
 
 
 def test_metrics_are_sums_over_the_processes_and_never_go_back(server):
@@ -173,9 +188,8 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server)
 
 
 def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():
-    ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
-    with LiveServer("real") as server:
-        expected = completion_text(server.stream("/v1/completions", ask))
+    ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    expected = decode(greedy(ask["prompt"], 20))
     with LiveServer("real", frontend_processes=2) as server:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: completion_text(server.stream("/v1/completions", ask)), range(16)))
@@ -203,7 +217,7 @@ def test_a_front_end_that_hangs_is_replaced():
 
 
 def test_sigterm_lets_all_processes_finish_their_requests(server):
-    streams = streams_by_front_end(server, 4, 300)
+    streams = streams_by_front_end(server, 4, 150)
     pids = server.front_end_pids()
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(server.stop, 40)
