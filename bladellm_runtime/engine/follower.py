@@ -37,7 +37,6 @@ class Follower:
         self._results = results
         self._steps: deque[tuple[int, Any]] = deque()
         self._starting = ExitStack()
-        self._eager = ExitStack()
 
     def run(self) -> None:
         """Follow. Raises what a step raises, and `ChannelBroken`."""
@@ -74,9 +73,7 @@ class Follower:
                 self._steps.append((order.step, self._runner.launch(read_step(order))))
             case UseMixedGraphs(on):
                 self._collect_all()
-                self._eager.close()
-                if not on:
-                    self._eager.enter_context(self._runner.without_mixed_graphs())
+                self._runner.use_mixed_graphs(on)
             case Serve():
                 self._starting.close()
                 self._pulses.serving = True
