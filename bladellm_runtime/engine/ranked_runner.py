@@ -23,7 +23,7 @@ VERDICT_SECONDS = 1.5
 """How long to wait for the reason when something fails that others have part in."""
 WAIT_SECONDS = 0.1
 NAP_SECONDS = 0.00005
-"""How often a GPU's step is asked for: waiting for its event would take the core as well, and not end with the group."""
+"""How often a GPU is asked for its step: waiting for the event would take the core as well, and outlast the group."""
 
 Launched = concurrent.futures.Future[RunningStep] | RunningStep
 
