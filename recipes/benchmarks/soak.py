@@ -2,7 +2,7 @@
 
 Conversations that share beginnings, come back with another turn, use different salts, are aborted at random and need
 more KV memory than there is: sharing, eviction, swap and preemption all happen at once. At the end every counter must
-be zero again and, unless `--check 0`, a sample of the answers must equal those of an engine without any of it.A long
+be zero again and, unless `--check 0`, a sample of the answers must equal those of an engine without any of it. A long
 soak may be done in parts, of different seeds: `--add_to FILE` adds what this one found to what earlier ones did. The
 table comes last, and meanwhile the file FILE.progress has how far it is.
 """
