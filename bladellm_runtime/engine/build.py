@@ -116,8 +116,9 @@ def make_engine(
     )  # fmt: skip
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
-        with runner.without_mixed_graphs():
-            warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
+        runner.use_mixed_graphs(False)
+        warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
+        runner.use_mixed_graphs(True)
         warm_up(core, limits, thorough=False)
     with record.times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)

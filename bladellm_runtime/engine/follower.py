@@ -48,7 +48,6 @@ class Follower:
         self._unsampled = False
         """Whether the masks of the step launched last are to come: nothing else comes before them."""
         self._starting = ExitStack()
-        self._eager = ExitStack()
 
     def run(self) -> None:
         """Follow. Raises what a step raises, and `ChannelBroken`."""
@@ -96,9 +95,7 @@ class Follower:
                 self._unsampled = False
             case UseMixedGraphs(on):
                 self._collect_all()
-                self._eager.close()
-                if not on:
-                    self._eager.enter_context(self._runner.without_mixed_graphs())
+                self._runner.use_mixed_graphs(on)
             case Serve():
                 self._starting.close()
                 self._pulses.serving = True

@@ -7,8 +7,7 @@ work itself runs in one thread, so that planning and messages go on beside it: t
 """
 
 import concurrent.futures
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -72,6 +71,7 @@ class ModelRunner:
         self._tokens: list[SlotTokens | None] = [None] * num_slots
         self._graphs: StepGraphs | None = None
         self._mixed: MixedGraphs | None = None
+        self._replays_mixed = True
         self._results = HostRing(num_slots, arena.device, self._stage.in_flight)
         self._copied: torch.cuda.Event | None = None
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
@@ -118,12 +118,10 @@ class ModelRunner:
         """Whether a launched step is a GPU's to do, and no thread's of this process."""
         return self._worker is None
 
-    @contextmanager
-    def without_mixed_graphs(self) -> Iterator[None]:
-        """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""
-        mixed, self._mixed = self._mixed, None
-        yield
-        self._mixed = mixed
+    def use_mixed_graphs(self, on: bool) -> None:
+        """Whether steps with prefill chunks are replayed from now on where they are captured, or launched operator by
+        operator; no step may be in flight."""
+        self._replays_mixed = on
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
         """Start a step. Plans must come in order; as many may be uncollected as the stage has in flight. One with
@@ -223,7 +221,7 @@ class ModelRunner:
     def _run_flat(self, plan: StepPlan) -> RunningStep:
         """A step of any rows: replayed up to the final norm, or not."""
         flat = flatten(plan, self._tokens, self._arena)
-        size = None if self._mixed is None else self._mixed.send(flat)
+        size = self._mixed.send(flat) if self._mixed is not None and self._replays_mixed else None
         if self._mixed is None or size is None:
             return self._run_eagerly(plan, flat)
         self._arena.wait()
@@ -353,6 +351,9 @@ class ModelRunner:
             self._worker.shutdown(wait=True)
         else:
             torch.cuda.synchronize(self._device)
+        for graphs in (self._graphs, self._mixed):
+            if graphs is not None:
+                graphs.release()
         self._graphs = self._mixed = None
         self._arena.close()
 
