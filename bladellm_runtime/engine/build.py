@@ -71,13 +71,27 @@ def build_engine(args: EngineArgs, capture: Capture | None = None, home: Home | 
     with record.times.phase("find model"):
         folder = resolve_model(args.model)
         spec = read_model_spec(folder)
-    if args.world_size == 1:
-        return make_engine(build_runner(args, folder, spec, RankPlace(), record, capture), folder, spec, record)
-    return build_group(replace(args, model=str(folder)), folder, spec, record, capture, home or Home())
+    constraints = Constraints(partial(make_compiler, args, folder, spec))
+    constraints.begin()  # beside the loading of the weights
+    try:
+        if args.world_size == 1:
+            built = build_runner(args, folder, spec, RankPlace(), record, capture)
+            return make_engine(built, folder, spec, record, constraints)
+        args = replace(args, model=str(folder))
+        return build_group(args, folder, spec, record, constraints, capture, home or Home())
+    except BaseException:
+        constraints.close()
+        raise
 
 
 def build_group(
-    args: EngineArgs, folder: Path, spec: ModelSpec, record: StartRecord, capture: Capture | None, home: Home
+    args: EngineArgs,
+    folder: Path,
+    spec: ModelSpec,
+    record: StartRecord,
+    constraints: Constraints,
+    capture: Capture | None,
+    home: Home,
 ) -> Engine:
     """Start the other ranks, and be rank 0. Raises `UserError`, before any is started where that can be."""
     make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
@@ -88,7 +102,7 @@ def build_group(
                 ranks.wait_for_all()
             place = RankPlace(0, ranks.meeting.group)
             built = build_runner(args, folder, spec, place, record, capture)
-        return make_engine(built, folder, spec, record, RankedRunner(built.runner, ranks, place))
+        return make_engine(built, folder, spec, record, constraints, RankedRunner(built.runner, ranks, place))
     except BaseException as error:
         lost = lost_group(error, ranks)
         ranks.close()
@@ -98,9 +112,16 @@ def build_group(
 
 
 def make_engine(
-    built: BuiltRunner, folder: Path, spec: ModelSpec, record: StartRecord, ranked: RankedRunner | None = None
+    built: BuiltRunner,
+    folder: Path,
+    spec: ModelSpec,
+    record: StartRecord,
+    constraints: Constraints,
+    ranked: RankedRunner | None = None,
 ) -> Engine:
     """Join a runner with a scheduler, warm it up and learn what its steps cost. ranked: the runner with other ranks."""
+    with record.times.phase("read vocabulary"):
+        constraints.wait()
     args, kv_spec, arena, limits = built.args, built.kv_spec, built.arena, built.limits
     runner = ranked or built.runner
     memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
@@ -109,11 +130,8 @@ def make_engine(
         sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)
     overlap, count = not args.disable_overlap, args.micro_batches
     scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
-    constraints = Constraints(partial(make_compiler, args, folder, spec))
     room = WaitingRoom([constraints])
-    core = EngineCore(
-        scheduler, runner, overlap=overlap, micro_batches=count, room=room, constraints=constraints
-    )  # fmt: skip
+    core = EngineCore(scheduler, runner, overlap=overlap, micro_batches=count, room=room, constraints=constraints)
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         runner.use_mixed_graphs(False)

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import numpy as np
 
@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 class Constraints:
     """A `Preparer` of matchers, all used from the thread of the steps; compilation has threads of its own.
 
-    The compiler, whose vocabulary takes a second to make, is made by `make` in the background for the first constraint,
-    or by `warm_up`. Where that fails, constraints are refused and everything else is served.
+    The compiler is made by `make` in the background, from `begin` or the first constraint on. That takes seconds, and
+    native code keeps other threads waiting for most of one: `wait` for it before requests are served. Where it fails,
+    constraints are refused and everything else is served.
     """
 
     def __init__(self, make: Callable[[], Compiler]) -> None:
@@ -41,10 +42,21 @@ class Constraints:
         self._heard = False
         self._closed = threading.Event()
         self._compiling: dict[int, Future[Compiled]] = {}
-        self._given: dict[int, ConstraintMatcher] = {}
+        self._given: dict[int, tuple[ConstraintMatcher, Compiled]] = {}
         self._refused = 0
         self._masks = 0
         self._mask_seconds = 0.0
+
+    def begin(self) -> "Future[Compiler]":
+        """Start to make the compiler, once."""
+        if self._making is None:
+            self._making = Future()
+            threading.Thread(target=self._make_it, args=(self._making,), name="guided-vocabulary", daemon=True).start()
+        return self._making
+
+    def wait(self) -> None:
+        """Until the compiler is made, or cannot be."""
+        wait([self.begin()])
 
     def is_needed(self, request: AddRequest) -> bool:
         """`Preparer.is_needed`."""
@@ -62,13 +74,14 @@ class Constraints:
             self._compiling[request_id] = future
             if not future.done():
                 return False
-            matcher = compiler.matcher(future.result())
+            compiled = future.result()
         except ConstraintError as error:
             self._refused += 1
             raise RefusedError(CONSTRAINT_REFUSED, str(error)) from None
         del self._compiling[request_id]
-        given = ConstraintMatcher(matcher, compiler.backend, constraint.field)
-        prepared.matcher = self._given[request_id] = given
+        given = ConstraintMatcher(compiler.matcher(compiled), compiler.backend, constraint.field)
+        self._given[request_id] = given, compiled
+        prepared.matcher = given
         return True
 
     def poll(self) -> bool:
@@ -78,11 +91,16 @@ class Constraints:
         return made or any(future.done() for future in self._compiling.values())
 
     def release(self, request_id: int) -> None:
-        """`Preparer.release`: the compiled constraint may be forgotten again."""
+        """`Preparer.release`: the compiled constraint may be forgotten again, and is if it could not be followed: what
+        its matchers share may be worn out."""
         self._compiling.pop(request_id, None)
-        given = self._given.pop(request_id, None)
-        if given is not None:
-            given.close()
+        given, compiled = self._given.pop(request_id, (None, None))
+        if given is None or compiled is None:
+            return
+        compiler = self._made()
+        if given.failure and compiler is not None:
+            compiler.discard(compiled)
+        given.close()
 
     def fill(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
         """The masks of a step's rows, whose matchers were given here and have all tokens before it.
@@ -109,10 +127,8 @@ class Constraints:
         return TokenMasks([row.row for row in rows], masks)
 
     def warm_up(self) -> None:
-        """Make the compiler now, compile what JSON mode needs, and follow a text. Raises `UserError`."""
-        self._making, self._heard = Future(), True
-        self._making.set_result(self._make())
-        compiler = self._making.result()
+        """Compile what JSON mode needs, and follow a text. Raises `UserError` where there is no compiler."""
+        compiler = self.begin().result()
         vocabulary = compiler.backend.vocabulary
         matcher = compiler.matcher(compiler.compile(ANY_OBJECT))
         row = np.empty(vocabulary.words, np.int32)
@@ -144,17 +160,15 @@ class Constraints:
 
     def _compiler(self, constraint: Constraint) -> Compiler | None:
         """The compiler; None while it is being made. Raises `ConstraintError` where there is none."""
-        if self._making is None:
-            self._making = Future()
-            threading.Thread(target=self._make_it, args=(self._making,), name="guided-vocabulary", daemon=True).start()
-        if not self._making.done():
+        making = self.begin()
+        if not making.done():
             return None
-        if self._making.exception() is not None:
+        if making.exception() is not None:
             raise ConstraintError(
                 f"{constraint.field} cannot be used: there is no tokenizer here that says what text each token is",
                 constraint.field,
             )
-        return self._making.result()
+        return making.result()
 
     def _make_it(self, making: "Future[Compiler]") -> None:
         try:
@@ -164,5 +178,6 @@ class Constraints:
                 compiler.close()
         except Exception as error:  # whatever it is, requests must not wait for ever
             known = isinstance(error, UserError)
-            logger.warning("constraints are refused: %s", error, exc_info=None if known else error)
+            level = logging.INFO if known else logging.WARNING
+            logger.log(level, "constraints will be refused: %s", error, exc_info=None if known else error)
             making.set_exception(error)

@@ -121,6 +121,12 @@ class Compiler:
             self._live.setdefault(compiled, weakref.WeakSet()).add(matcher)
         return matcher
 
+    def discard(self, compiled: Compiled) -> None:
+        """Forget a constraint whose matcher failed: the next request compiles it anew."""
+        with self._changed:
+            for key in [key for key, kept in self._kept.items() if kept is compiled]:
+                self._counts.byte_count -= self._kept.pop(key).byte_count
+
     def counts(self) -> CompileCounts:
         """A copy of the counters."""
         with self._changed:

@@ -12,9 +12,10 @@ Every text of the prepared schema satisfies the schema as given:
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from bladellm_runtime.guided import regex_syntax
+from bladellm_runtime.guided import regex_syntax, schema_rows
 from bladellm_runtime.guided.pauses import breathe
 
 MAX_COUNT = 100_000
@@ -49,7 +50,15 @@ class SchemaError(ValueError):
     """A schema that cannot be used; one clause that names the keyword."""
 
 
-def prepared(schema: Schema) -> Schema:
+@dataclass(frozen=True)
+class Prepared:
+    """A schema to compile. may_multiply: its choices may become more alternatives than there are in its text."""
+
+    schema: Schema
+    may_multiply: bool
+
+
+def prepared(schema: Schema) -> Prepared:
     """The schema to compile; `schema` itself is changed. Raises `SchemaError`."""
     nodes = _visited(schema)
     references = {node["$ref"]: _target(schema, node["$ref"]) for node in nodes if "$ref" in node}
@@ -57,6 +66,9 @@ def prepared(schema: Schema) -> Schema:
         raise SchemaError(f"it has more than {MAX_REFERENCES} different $ref")
     if not _ends(schema, references):
         raise SchemaError("it is unsatisfiable: its recursion ($ref) has no end")
+    if schema_rows.has_large_row(nodes, references):
+        raise SchemaError("anyOf, oneOf and allOf bring too many properties together at one place")
+    multiplies = schema_rows.may_multiply(nodes)
     _exclude_bounds(nodes)
     for node in nodes:
         breathe()
@@ -64,7 +76,7 @@ def prepared(schema: Schema) -> Schema:
         _check_literals(node)
         _check_counts(node)
         _rewrite_strings(node)
-    return schema
+    return Prepared(schema, multiplies)
 
 
 def _visited(schema: Schema) -> list[Schema]:

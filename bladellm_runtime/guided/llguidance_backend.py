@@ -4,50 +4,27 @@ https://github.com/guidance-ai/llguidance. It lets other Python threads run whil
 raises, and bounds its own work; its limits below keep one constraint from costing much time or memory.
 """
 
-import json
 import re
 from collections.abc import Sequence
 
 import llguidance
 import numpy as np
-import orjson
 
-from bladellm_runtime.guided import json_schema, regex_syntax
 from bladellm_runtime.guided.backend import Matcher, MatcherError
 from bladellm_runtime.guided.constraint import ConstraintError
+from bladellm_runtime.guided.llguidance_grammar import grammar_of
 from bladellm_runtime.guided.vocabulary import Masks, Row, Vocabulary
-from bladellm_runtime.request import Constraint, ConstraintKind
+from bladellm_runtime.request import Constraint
 
-MAX_WRITTEN_SCHEMA = 2**20
-_LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=50_000,
-    max_items_in_row=2_000,
-    max_lexer_states=20_000,
-    max_grammar_size=250_000,
-    verbose_errors=False,
-)
-"""About 14,000 lexer steps and 20,000 items a millisecond, so that a row costs 10 ms at most; an optional property
-takes 4 items of its object's row; a lexer state takes 1 to 2 kB."""
 _BASE_BYTES, _BYTES_A_SOURCE_BYTE = 64 * 1024, 96
 """What a compiled constraint is counted with, on the safe side: the library does not tell, and resident memory grew by
 0 to 150 kB a schema over hundreds of schemas, each followed for 40 tokens."""
-_SCHEMA_OPTIONS = {
-    "lenient": False,
-    "coerce_one_of": False,
-    # No \u: a key written "\u0061" is the key "a" again, and would replace a value that was checked.
-    "json_allowed_escapes": 'nrbtf\\"',
-    "json_allow_general_unicode_escapes": False,
-}
 _PLAIN = r'[^"\\\x00-\x1F\x7F\x{85}\x{2028}\x{2029}]'
-_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 15, 30)), f"{_PLAIN}+"]
+_SLICES = [*(f"{_PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 15, 30)), f"{_PLAIN}+"]
 """Parts of the vocabulary allowed as a whole where any text of so many characters is: in strings with a `maxLength`,
 and for `.`, which is why line separators are left out."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """For vocabularies without their tokenizer: do not narrow forced text to the tokens that it would write."""
-_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|#[^\n]*')
-"""Each piece of the text is read once, closed or not: `re` lets no other thread run, so it must take linear time."""
 
 
 class LlguidanceBackend:
@@ -66,14 +43,13 @@ class LlguidanceBackend:
 
     def compile(self, constraint: Constraint, deadline: float) -> "LlguidanceCompiled":
         """`Backend.compile`; the library's own limits keep it far below any useful deadline."""
-        grammar = _grammar(constraint)
-        if self.vocabulary.encode is None:
-            grammar = _NO_FORCING + grammar
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        grammar = grammar_of(constraint)
+        text = grammar.text if self.vocabulary.encode is not None else _NO_FORCING + grammar.text
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_limits(grammar.max_symbols))
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise ConstraintError(f"{constraint.field} cannot be used: {_clause(problem)}", constraint.field)
-        compiled = LlguidanceCompiled(matcher, self.vocabulary, len(grammar))
+        compiled = LlguidanceCompiled(matcher, self.vocabulary, len(text))
         try:
             self._try(compiled)
         except MatcherError as error:
@@ -83,13 +59,18 @@ class LlguidanceBackend:
         return compiled
 
     def _try(self, compiled: "LlguidanceCompiled") -> None:
-        """The first row, and the one inside an object or array, where what is too large fails. Raises MatcherError."""
-        matcher, row = compiled.matcher(), np.empty(self.vocabulary.words, np.int32)
-        matcher.fill_mask(row)
+        """The first row, and those inside an object or array, where what is too large fails. Raises MatcherError.
+
+        `accept` would hold the interpreter's lock for as long as that takes; the masks of draft tokens do not.
+        """
+        matcher = compiled.matcher()
+        rows = np.empty((2, self.vocabulary.words), np.int32)
+        matcher.fill_mask(rows[0])
         for token in self._openers:
-            if row[token // 32] >> (token % 32) & 1 and matcher.accept(token):
-                matcher.fill_mask(row.copy())
-                matcher.rollback(1)
+            if rows[0, token // 32] >> (token % 32) & 1:
+                drafts = [(matcher.inner, 0, [token])]
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(drafts, rows.ctypes.data, rows.strides[0], 2)
+                matcher.check()
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: Masks, rows: Sequence[int]) -> list[MatcherError | None]:
         """`Backend.fill_masks`, over the machine's cores."""
@@ -148,7 +129,7 @@ class LlguidanceMatcher:
         if not self._vocabulary.pieces[token]:
             return False
         taken = self.inner.try_consume_tokens([token])
-        self._check()
+        self.check()
         self._count += taken
         return bool(taken)
 
@@ -172,10 +153,11 @@ class LlguidanceMatcher:
         self._ended = False
         if count:
             self.inner.rollback(count)
-            self._check()
+            self.check()
             self._count -= count
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises `MatcherError` if the library has given up."""
         if self.inner.is_error():
             raise MatcherError(_clause(self.inner.get_error()))
 
@@ -196,42 +178,18 @@ class _Pieces:
         return self._encode(text if isinstance(text, str) else text.decode()) if self._encode else []
 
 
-def regex_of(constraint: Constraint) -> regex_syntax.Node:
-    """The tree of a REGEX or CHOICE constraint. Raises `ConstraintError`."""
-    if constraint.kind is ConstraintKind.CHOICE:
-        return regex_syntax.Alternate(tuple(map(regex_syntax.literal, json.loads(constraint.source))))
-    try:
-        return regex_syntax.full_match(constraint.source)
-    except regex_syntax.RegexError as error:
-        raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
-
-
-def _grammar(constraint: Constraint) -> str:
-    """The constraint in llguidance's dialect of Lark."""
-    if constraint.kind is ConstraintKind.JSON:
-        return _schema_grammar(constraint)
-    if constraint.kind is ConstraintKind.GRAMMAR:
-        outside = _LITERALS.sub("", constraint.source)
-        if re.search(r"<[^<>\n]*>", outside) or "x-guidance" in constraint.source:
-            raise ConstraintError(
-                f"{constraint.field} names tokens (<...>) or x-guidance, which are not supported", constraint.field
-            )
-        return constraint.source
-    try:
-        return f"start: /{regex_syntax.written(regex_of(constraint))}/"
-    except regex_syntax.RegexError as error:
-        raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
-
-
-def _schema_grammar(constraint: Constraint) -> str:
-    try:
-        schema = json_schema.prepared(orjson.loads(constraint.source))
-    except json_schema.SchemaError as error:
-        raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
-    text = orjson.dumps(schema | {"x-guidance": _SCHEMA_OPTIONS}).decode()
-    if len(text) > MAX_WRITTEN_SCHEMA:
-        raise ConstraintError(f"{constraint.field} has too large patterns", constraint.field)
-    return f"start: %json {text}"
+def _limits(symbols: int) -> llguidance.LLParserLimits:
+    """About 14,000 lexer steps and 20,000 items a millisecond, so that a row costs 10 ms at most; an optional property
+    takes 4 items of its object's row; a lexer state takes 1 to 2 kB."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=20_000,
+        max_grammar_size=symbols,
+        verbose_errors=False,
+    )
 
 
 def _clause(problem: str) -> str:

@@ -2,14 +2,16 @@
 
 import queue
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.distributed.links import PipelineLinks
-from bladellm_runtime.engine.build import Engine, make_engine
+from bladellm_runtime.engine.build import Engine, make_compiler, make_engine
 from bladellm_runtime.engine.build_runner import BuiltRunner, StartRecord, build_runner
+from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.ranked_runner import choose_seeds
 from bladellm_runtime.models.config import read_model_spec
@@ -93,7 +95,8 @@ def build_stages(folder: Path, stages: int, capture=None, **options) -> Engine:
         return build_runner(args, folder, spec, place, StartRecord(), None if capture is None else capture())
 
     built = run_ranks(stages, build)
-    return make_engine(built[0], folder, spec, StartRecord(), AllStages(built))
+    constraints = Constraints(partial(make_compiler, args, folder, spec))
+    return make_engine(built[0], folder, spec, StartRecord(), constraints, AllStages(built))
 
 
 def run_requests(engine: Engine, prompts: list[list[int]], ways: list[SamplingParams]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from bladellm_runtime.guided.backend import Matcher, MatcherError
 from bladellm_runtime.guided.constraint import ConstraintError
 from bladellm_runtime.guided.fsm.automaton import DEAD, Automaton, AutomatonError, automaton
 from bladellm_runtime.guided.fsm.trie import Trie
-from bladellm_runtime.guided.llguidance_backend import regex_of
+from bladellm_runtime.guided.llguidance_grammar import regex_of
 from bladellm_runtime.guided.vocabulary import Masks, Row, Vocabulary
 from bladellm_runtime.request import Constraint, ConstraintKind
 
