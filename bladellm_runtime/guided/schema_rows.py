@@ -54,9 +54,10 @@ def _beside(node: Schema, targets: dict[str, Any]) -> Iterator[Any]:
 
 
 def may_multiply(nodes: list[Schema]) -> bool:
-    """Whether choices may be merged with choices: `allOf` of two `anyOf` of 10 are 100 alternatives."""
-    choices = sum(len(node[keyword]) > 1 for node in nodes for keyword in _CHOICES if _is_list(node, keyword))
-    return choices > 1 and any(_parts(node) > 1 for node in nodes)
+    """Whether choices may be merged with choices, be it twice the same: `allOf` of two `anyOf` of 10 are 100
+    alternatives."""
+    chooses = any(len(node[keyword]) > 1 for node in nodes for keyword in _CHOICES if _is_list(node, keyword))
+    return chooses and any(_parts(node) > 1 for node in nodes)
 
 
 def _parts(node: Schema) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine import build
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.core import EngineCore
@@ -18,6 +19,7 @@ from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.step_errors import StepMemoryError
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.guided.backend import MatcherError
+from bladellm_runtime.guided.backends import load_vocabulary
 from bladellm_runtime.guided.compiler import Compiler
 from bladellm_runtime.guided.fsm.backend import FsmBackend
 from bladellm_runtime.guided.vocabulary import Vocabulary, allowed_tokens
@@ -318,6 +320,31 @@ def test_a_matcher_that_fails_ends_its_request_alone():
     assert "too expensive" in found.deltas[1].message
     assert len(found[2]) == 20
     core.close()
+
+
+def test_a_constraint_that_failed_is_compiled_anew():
+    core = make_core(FragileBackend(VOCABULARY))
+    params = SamplingParams(max_tokens=20)
+    for turn in range(3):
+        lasting = AddRequest(1, [4, 5], params, 0, 0.0, "", regex("ab"))
+        found = drain(core, [AddRequest(0, [4, 5], params, 0, 0.0, "", regex("a{9}")), lasting])
+        assert (found.deltas[0].error, found.deltas[1].error) == ("constraint_failed", None)
+        stats = core.stats(time.monotonic())
+        assert (stats.guided_misses, stats.guided_hits) == (2 + turn, turn)
+    core.close()
+
+
+def test_the_vocabulary_is_read_before_requests_are_served(demo_model, monkeypatch):
+    """Native code would keep every stream waiting when the first constraint comes."""
+    made = []
+    monkeypatch.setattr(build, "load_vocabulary", lambda *given: made.append(given) or load_vocabulary(*given))
+    engine = build_engine(EngineArgs(str(demo_model), dtype="float32", device="cpu", kv_cache_gib=0.02))
+    assert len(made) == 1
+    assert "read vocabulary" in dict(engine.ready.phases)
+    assert engine.core._constraints.begin().done()
+    found = drain(engine.core, [AddRequest(0, [40], SamplingParams(max_tokens=9), 0, 0.0, "", regex("a"))])
+    assert (found.deltas[0].finish, len(made)) == (FinishReason.STOP, 1)
+    engine.core.close()
 
 
 class SlowBackend(FsmBackend):

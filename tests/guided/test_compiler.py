@@ -132,6 +132,16 @@ def test_live_matchers_keep_their_constraint(slow: Compiler) -> None:
     assert slow.counts().evicted >= 55
 
 
+def test_what_is_discarded_is_compiled_anew(backend: SlowBackend, slow: Compiler) -> None:
+    kept, other = slow.compile(regex("kept")), slow.compile(regex("other"))
+    slow.discard(other)
+    slow.discard(other)
+    assert slow.counts().byte_count == 100
+    assert slow.compile(regex("kept")) is kept
+    assert slow.compile(regex("other")) is not other
+    assert backend.calls == ["kept", "other", "other"]
+
+
 def distinct(number: int) -> Constraint:
     """A schema unlike that of any other number, of several lexemes."""
     kinds = ({"type": "string", "maxLength": 5 + number % 40}, {"type": "integer", "minimum": number})

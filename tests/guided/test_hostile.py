@@ -80,7 +80,27 @@ def test_heavy_constraints_cost_little_a_step(llguidance: LlguidanceBackend, fie
     assert slowest < 0.1
 
 
+def merged(choices: int, parts: int) -> dict:
+    """Choices merged with choices: `choices` to the power of `parts` alternatives, of `parts` properties each."""
+    some = [[{"properties": {f"p{i}{j}": {}}} for j in range(choices)] for i in range(parts)]
+    return {"allOf": [{"anyOf": each} for each in some]}
+
+
+MANY = [{"type": "object", "properties": {f"p{i}{j}": {"type": "null"} for j in range(99)}} for i in range(10)]
+LARGE_ROWS = (
+    {"guided_json": merged(3, 6)}, {"guided_json": {"properties": {"a": merged(3, 6)}}},
+    {"guided_json": {"allOf": [{"properties": {"a": {"items": part}}} for part in merged(3, 6)["allOf"]]}},
+    {"guided_json": {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": merged(30, 2)}}},
+    {"guided_json": {"items": {"allOf": [{"$ref": "#/$defs/a"}] * 3}, "$defs": {"a": merged(30, 1)["allOf"][0]}}},
+    {"guided_json": {"items": {"anyOf": MANY}}},
+    {"guided_json": {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"anyOf": [*MANY[1:], {"$ref": "#/$defs/b"}]},
+                                                               "b": {"oneOf": MANY[:1]}}}},
+    {"guided_grammar": 'start: "{" x\nx: ' + "|".join("ab"[i % 2] for i in range(16_000)) + '\na: "a"\nb: "b"'},
+    {"guided_grammar": 'start: "{" x\nx: ' + "|".join(f'"{i:x}" y' for i in range(4000)) + '\ny: "a"'},
+)  # fmt: skip
+"""Of which the parser has thousands of items before it at once, some of them only behind some text."""
 EXPLODING = (
+    *LARGE_ROWS,
     {"guided_regex": r"\W" * 8000}, {"guided_regex": r"[\Wa]" * 3000}, {"guided_regex": "(a|b)?" * 2700},
     {"guided_grammar": 'start: "a"\n' + "<" * 65_000}, {"guided_grammar": 'start: "a"\nb: "' + '\\"' * 32_000},
     {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
@@ -125,7 +145,8 @@ def longest_wait(backend: Backend, fields: dict) -> float:
 
 @pytest.mark.parametrize(
     "fields",
-    [*EXPLODING[:5], EXPLODING[8],
+    [*EXPLODING[len(LARGE_ROWS):][:5], EXPLODING[len(LARGE_ROWS):][8], *LARGE_ROWS,
+     {"guided_choice": [f"{i:04}{'x' * 51}" for i in range(1024)]},
      {"guided_choice": [f"{i}{'x' * 50}" for i in range(1000)]},
      {"guided_json": {"type": "object", "required": [f"p{i}" for i in range(1500)],
                       "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}}],

@@ -48,6 +48,33 @@ def test_written_texts_validate(llguidance: LlguidanceBackend, schema: dict) -> 
     assert written_texts(llguidance, schema, 1, 12) > 0
 
 
+def laid_out(value: object) -> list[str]:
+    """The ways in which a value is usually written."""
+    compact = json.dumps(value, separators=(",", ":"))
+    return [compact, json.dumps(value), *(json.dumps(value, indent=indent) for indent in (0, 2, 4, "\t"))]
+
+
+def test_white_space_is_what_layouts_need(llguidance: LlguidanceBackend) -> None:
+    """Compact and pretty-printed texts are taken, to a depth of 16; blanks beyond those are not, wherever they are."""
+    rng, deep = random.Random(), {"type": "integer"}
+    person = {"name": "x", "age": 3, "skills": ["a", "b", "c"], "work history": [{"company": "a", "position": "b"}] * 2}
+    nested: object = rng.randrange(100)
+    for level in range(16):
+        is_list = rng.random() < 0.5
+        nested = [nested, *[7] * (level == 0)] if is_list else {"a": nested}
+        deep = {"type": "array", "items": deep} if is_list else {"type": "object", "properties": {"a": deep}}
+    blanks = (" " * 200, "  ", "\n\n", " \n", "\n" + " " * 65, "\t", "\r", "\n\t ", "\n" * 200)
+    for schema, value in ((PROFILE, person), (deep, nested), ({"type": "object"}, {"a": [{"b": person}, 1, "x"]})):
+        ready = compiled(llguidance, guided_json=json.loads(json.dumps(schema)))
+        for text in laid_out(value):
+            assert spelled(ready.matcher(), text.encode()), text
+        text = laid_out(value)[0]
+        places = [place for place, char in enumerate(text) if char in "{}[]:,"]
+        for blank in blanks:
+            for place in rng.sample(places, min(4, len(places))):
+                assert not spelled(ready.matcher(), f"{text[:place]}{blank}{text[place:]}".encode())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
 def test_many_written_texts_validate(llguidance: LlguidanceBackend, schema: dict) -> None:
