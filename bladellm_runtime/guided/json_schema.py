@@ -7,8 +7,8 @@ Every text of the prepared schema satisfies the schema as given:
 - a whole number that a bound excludes stays out also where the other bound is less than 1 away, which llguidance 1.9
   forgets;
 - `minProperties` is refused where repeated keys could make up the number;
-- sizes are bounded, references stay inside the schema, recursion must have an end, and values and names hold no
-  control characters.
+- sizes are bounded, also of what may come next at one place, references stay inside the schema, recursion must have an
+  end, and values and names hold no control characters.
 """
 
 from collections.abc import Iterator
@@ -66,8 +66,6 @@ def prepared(schema: Schema) -> Prepared:
         raise SchemaError(f"it has more than {MAX_REFERENCES} different $ref")
     if not _ends(schema, references):
         raise SchemaError("it is unsatisfiable: its recursion ($ref) has no end")
-    if schema_rows.has_large_row(nodes, references):
-        raise SchemaError("anyOf, oneOf and allOf bring too many properties together at one place")
     multiplies = schema_rows.may_multiply(nodes)
     _exclude_bounds(nodes)
     for node in nodes:
@@ -76,6 +74,8 @@ def prepared(schema: Schema) -> Prepared:
         _check_literals(node)
         _check_counts(node)
         _rewrite_strings(node)
+    if schema_rows.has_large_row(nodes, references):
+        raise SchemaError("anyOf, oneOf and allOf bring too many properties together at one place")
     return Prepared(schema, multiplies)
 
 

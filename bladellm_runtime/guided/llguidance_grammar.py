@@ -17,7 +17,7 @@ MAX_SYMBOLS_IN_A_ROW = 7_500
 MAX_ALTERNATIVES = 2_000
 _SCHEMA_OPTIONS = {
     # What pretty printing needs, once between two parts: models that are at a loss write spaces without end.
-    "whitespace_pattern": r"\x20|\r?\n(?:\x20{0,64}|\t{0,16})",
+    "whitespace_pattern": r"\x20|\n(?:\x20{0,64}|\t{0,16})",
     "lenient": False,
     "coerce_one_of": False,
     # No \u: a key written "\u0061" is the key "a" again, and would replace a value that was checked.

@@ -20,7 +20,7 @@ from bladellm_runtime.request import FinishReason
 from bladellm_runtime.text.stream import TextStream
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogprobs
 
-S = r"(?: |\r?\n(?: {0,64}|\t{0,16}))?"
+S = r"(?: |\n(?: {0,64}|\t{0,16}))?"
 STRING = r'"(?:[^"\\\x00-\x1f]|\\[nrbtf\\"/])*"'
 SHORT = r'"(?:[^"\\\x00-\x1f]|\\[nrbtf\\"/]){0,6}"'
 INTEGER = r"-?(?:0|[1-9]\d*)"

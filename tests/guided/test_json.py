@@ -63,7 +63,7 @@ def test_white_space_is_what_layouts_need(llguidance: LlguidanceBackend) -> None
         is_list = rng.random() < 0.5
         nested = [nested, *[7] * (level == 0)] if is_list else {"a": nested}
         deep = {"type": "array", "items": deep} if is_list else {"type": "object", "properties": {"a": deep}}
-    blanks = (" " * 200, "  ", "\n\n", " \n", "\n" + " " * 65, "\t", "\r", "\n\t ", "\n" * 200)
+    blanks = (" " * 200, "  ", "\n\n", " \n", "\n" + " " * 65, "\t", "\r\n", "\n\t ", "\n" * 200)
     for schema, value in ((PROFILE, person), (deep, nested), ({"type": "object"}, {"a": [{"b": person}, 1, "x"]})):
         ready = compiled(llguidance, guided_json=json.loads(json.dumps(schema)))
         for text in laid_out(value):

@@ -110,7 +110,7 @@ class Paint(pydantic.BaseModel):
 
 
 def test_openais_parsed_answers(client, tokenizer_folder):
-    """Without tokens of spaces alone, which may come for ever, the answer has an end."""
+    """Without tokens of spaces alone, which could be very many, the answer has an end."""
     backend = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     spaces = [token for token in range(backend.get_vocab_size()) if not backend.decode([token]).strip(" \n\t\r")]
     answer = client.chat.completions.parse(
