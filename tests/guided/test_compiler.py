@@ -177,7 +177,7 @@ def check_many(llguidance: LlguidanceBackend, count: int) -> None:
 
 
 def test_many_schemas_stay_within_their_bytes(llguidance: LlguidanceBackend) -> None:
-    check_many(llguidance, 300)
+    check_many(llguidance, 150)
 
 
 @pytest.mark.slow

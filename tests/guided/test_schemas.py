@@ -45,10 +45,10 @@ def check_random(llguidance: LlguidanceBackend, seeds: range) -> Counter[str]:
 
 
 def test_no_invalid_instance_of_a_random_schema_is_accepted(llguidance: LlguidanceBackend) -> None:
-    counts = check_random(llguidance, range(250))
-    assert counts["compiled"] > 100
+    counts = check_random(llguidance, range(130))
+    assert counts["compiled"] > 80
     assert counts["valid, taken"] > 0.7 * (counts["valid, taken"] + counts["valid, not taken"])
-    assert counts["invalid, not taken"] > 100
+    assert counts["invalid, not taken"] > 50
 
 
 @pytest.mark.slow
