@@ -187,6 +187,7 @@ class EngineArgs:
     disable_frontend_multiprocessing: bool = flag(
         False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
     )
+    enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.", group="LoRA")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag(
         "INFO", "Least level that is logged.", group="Engine"
     )
@@ -245,6 +246,14 @@ class ServingArgs(EngineArgs):
     chat_template: str | None = flag(None, "File with a Jinja chat template; default: the tokenizer's.", group="Server")
     api_key: list[str] = flag([], "Bearer keys clients must present; prefer --api_key_file.", group="Server")
     api_key_file: str | None = flag(None, "File with one bearer key a line.", group="Server")
+    admin_api_key_file: str | None = flag(
+        None, "File with one bearer key a line for the routes that load and unload adapters; off by default.",
+        group="Server",
+    )  # fmt: skip
+    lora_dir: str | None = flag(
+        None, "Folder of adapters: requests may name any folder below it by its relative path.", group="LoRA"
+    )
+    lora_modules: list[str] = flag([], "Adapters that requests may name, each as name=path.", group="LoRA")
     max_queue_size: int = flag(
         1024,
         "Requests that may wait beyond the running ones; more are answered 429.",
@@ -293,6 +302,16 @@ class ServingArgs(EngineArgs):
             raise ConfigError(
                 f"--frontend_processes {self.frontend_processes} cannot be used with "
                 "--disable_frontend_multiprocessing, which makes one process of engine and front end"
+            )
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        for name in ("lora_dir", "lora_modules", "admin_api_key_file"):
+            if getattr(self, name) and not self.enable_lora:
+                raise ConfigError(f"--{name} is for LoRA adapters; add --enable_lora, or leave it out")
+        if self.admin_api_key_file is not None and self.lora_dir is None:
+            raise ConfigError(
+                "--admin_api_key_file opens the routes that load adapters from below --lora_dir; set --lora_dir too"
             )
 
 
@@ -381,16 +400,25 @@ def _words(values: list[int]) -> str:
 
 def read_api_keys(args: ServingArgs) -> list[str]:
     """The keys of --api_key and --api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
-    keys = list(args.api_key)
-    if args.api_key_file is not None:
-        try:
-            lines = Path(args.api_key_file).read_text().split("\n")
-        except OSError as error:
-            raise ConfigError(f"--api_key_file {args.api_key_file} cannot be read: {error.strerror}") from error
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise ConfigError(f"--api_key_file {args.api_key_file} holds no key; write one a line")
-        keys += found
+    keys = args.api_key + _read_keys("api_key_file", args.api_key_file)
     if any(not key for key in keys):
         raise ConfigError("--api_key must not be empty")
+    return keys
+
+
+def read_admin_keys(args: ServingArgs) -> list[str]:
+    """The keys of --admin_api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
+    return _read_keys("admin_api_key_file", args.admin_api_key_file)
+
+
+def _read_keys(flag_name: str, path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text().split("\n")
+    except OSError as error:
+        raise ConfigError(f"--{flag_name} {path} cannot be read: {error.strerror}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"--{flag_name} {path} holds no key; write one a line")
     return keys

@@ -1,5 +1,6 @@
 """From what a request names as its model to an adapter's folder: a name given at start, or a path below a root."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class AdapterNames:
         if self.root is None:
             return None
         folder = self.root / name
-        return Adapter(name, folder.resolve()) if folder.is_dir() else None
+        return Adapter(name, folder.resolve()) if os.path.isdir(folder) else None
 
     def _is_foreign(self, name: str) -> bool:
         """Whether a name is a path or an address that does not end inside the root."""
