@@ -303,16 +303,6 @@ class ServingArgs(EngineArgs):
                 f"--frontend_processes {self.frontend_processes} cannot be used with "
                 "--disable_frontend_multiprocessing, which makes one process of engine and front end"
             )
-        self._check_lora()
-
-    def _check_lora(self) -> None:
-        for name in ("lora_dir", "lora_modules", "admin_api_key_file"):
-            if getattr(self, name) and not self.enable_lora:
-                raise ConfigError(f"--{name} is for LoRA adapters; add --enable_lora, or leave it out")
-        if self.admin_api_key_file is not None and self.lora_dir is None:
-            raise ConfigError(
-                "--admin_api_key_file opens the routes that load adapters from below --lora_dir; set --lora_dir too"
-            )
 
 
 def check_parallel(args: EngineArgs) -> None:

@@ -111,8 +111,9 @@ class Adapters:
 def make_adapters(args: ServingArgs, base_names: Sequence[str], log: Path | None) -> Adapters:
     """The adapters of --lora_modules and --lora_dir. log: the file of changes that front ends share, if several.
 
-    Raises `ConfigError` for folders that are not there, and for names that cannot be used.
+    Raises `ConfigError` for flags that need others, folders that are not there, and names that cannot be used.
     """
+    _check_flags(args)
     root = None if args.lora_dir is None else Path(args.lora_dir)
     if root is not None and not root.is_dir():
         raise ConfigError(f"--lora_dir {root} is not a folder")
@@ -123,3 +124,13 @@ def make_adapters(args: ServingArgs, base_names: Sequence[str], log: Path | None
     now = int(time.time())
     named = {name: NamedAdapter(name, str(folder), now) for name, folder in modules.items()}
     return Adapters(base_names, NamedAdapters(named, log), root)
+
+
+def _check_flags(args: ServingArgs) -> None:
+    for name in ("lora_dir", "lora_modules", "admin_api_key_file"):
+        if getattr(args, name) and not args.enable_lora:
+            raise ConfigError(f"--{name} is for LoRA adapters; add --enable_lora, or leave it out")
+    if args.admin_api_key_file is not None and args.lora_dir is None:
+        raise ConfigError(
+            "--admin_api_key_file opens the routes that load adapters from below --lora_dir; set --lora_dir too"
+        )

@@ -310,7 +310,7 @@ def test_adapters_come_and_go_under_load_and_no_request_is_lost(tmp_path, count)
 )
 def test_flags_that_need_others(flags, words):
     with pytest.raises(ConfigError, match=words):
-        ServingArgs(model="m", **flags)
+        make_adapters(ServingArgs(model="m", **flags), ["m"], None)
 
 
 def test_folders_and_names_are_checked_at_the_start(tmp_path):
