@@ -71,8 +71,7 @@ def generation_error(code: str | None, sentence: str | None = None, param: str |
     if code == "constraint_refused":
         return invalid_request(sentence or "The constraint of this request cannot be used", param, code)
     if code == "constraint_failed":
-        reason = f": {sentence}" if sentence else ""
-        return ApiError(500, f"The constraint of this request could not be followed to its end{reason}", code=code)
+        return ApiError(500, sentence or "The constraint of this request could not be followed to its end", code=code)
     if code == "adapter_refused":
         return invalid_request(sentence or "The adapter cannot be used", param, code)
     if code == "adapter_in_use":

@@ -11,6 +11,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from bladellm_runtime.errors import ParameterError
+from bladellm_runtime.server.adapters import Adapters
 from bladellm_runtime.server.errors import (
     ApiError,
     from_parameter_error,
@@ -19,8 +20,8 @@ from bladellm_runtime.server.errors import (
     invalid_request,
 )
 from bladellm_runtime.server.logprobs import ChoiceLogprobs, TokenLogprob
-from bladellm_runtime.server.adapters import Adapters
 from bladellm_runtime.server.models_api import model_card, models_list
+from bladellm_runtime.server.named_adapters import NamedAdapters
 from bladellm_runtime.server.responses import DONE, Choice, ChunkFormatter, Usage, response_body
 from bladellm_runtime.wire.messages import TokenLogprobs
 
