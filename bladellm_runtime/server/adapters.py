@@ -1,6 +1,7 @@
 """The LoRA adapters that requests may name, and the folders that they stand for."""
 
 import asyncio
+import posixpath
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -75,8 +76,9 @@ class Adapters:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _look(self, model: str) -> Adapter:
-        # Whoever may give whole paths could ask what folders there are elsewhere.
-        if self._paths.root is None or model.startswith("/"):
+        # One spelling a folder, so that metrics have no more names than there are folders. Whoever may give whole paths
+        # could ask which folders there are elsewhere.
+        if self._paths.root is None or model.startswith("/") or posixpath.normpath(model) != model:
             raise model_not_found(model)
         try:
             adapter = await self._in_thread(self._paths.find, model)

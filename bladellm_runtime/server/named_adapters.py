@@ -2,8 +2,8 @@
 
 import fcntl
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -38,8 +38,8 @@ class NamedAdapters:
 
     def current(self) -> Mapping[str, NamedAdapter]:
         """All of them now. Cheap: one look at the size of the log."""
-        if self._log is not None and self._log.exists() and self._log.stat().st_size > self._read_bytes:
-            with self._log.open("rb") as file:
+        if self._log is not None and _size(self._log) > self._read_bytes:
+            with self._log.open("rb", buffering=0) as file:
                 self._catch_up(file)
         return self._adapters
 
@@ -54,30 +54,46 @@ class NamedAdapters:
     def _change(self, change: _Change) -> bool:
         if self._log is None:
             return self._apply(change)
-        with self._log.open("a+b") as file:
+        with self._log.open("a+b", buffering=0) as file:
             # Held for microseconds, and freed by the system where a process dies with it.
             fcntl.flock(file, fcntl.LOCK_EX)
             self._catch_up(file)
-            if not self._apply(change):
+            if not self._applies(change):
                 return False
-            line = msgspec.json.encode(change) + b"\n"
-            file.write(line)
-            self._read_bytes += len(line)
-        return True
+            self._append(file, msgspec.json.encode(change) + b"\n")
+        return self._apply(change)
 
-    def _catch_up(self, file: BinaryIO) -> None:
-        """Read whole lines that were added; the end of one that is still being written comes next time."""
+    def _append(self, file: FileIO, line: bytes) -> None:
+        # What a process that died has left of a line, or a full disk of this one, must not begin the next.
+        file.truncate(self._read_bytes)
+        if file.write(line) != len(line):
+            file.truncate(self._read_bytes)
+            raise OSError("the log of adapters could not be written")
+        self._read_bytes += len(line)
+
+    def _catch_up(self, file: FileIO) -> None:
+        """Read the lines that were added; the end of one that is still being written comes next time."""
         file.seek(self._read_bytes)
-        for line in file:
-            if line.endswith(b"\n"):
-                self._apply(_decode(line))
-                self._read_bytes += len(line)
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+        for line in lines:
+            self._apply(_decode(line))
+            self._read_bytes += len(line) + 1
+
+    def _applies(self, change: _Change) -> bool:
+        return (change.name in self._adapters) == (change.adapter is None)
 
     def _apply(self, change: _Change) -> bool:
-        if (change.name in self._adapters) == (change.adapter is not None):
+        if not self._applies(change):
             return False
         if change.adapter is None:
             del self._adapters[change.name]
         else:
             self._adapters[change.name] = change.adapter
         return True
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0  # Nothing has changed yet.

@@ -84,7 +84,8 @@ def test_row_31_unknown_adapters(adapter_server, root):
 @pytest.mark.usefixtures("beside_adapters")
 def test_row_32_paths_that_lead_out(adapter_server, root):
     before = loads(adapter_server)
-    for name in [*FOREIGN, str(root / "outside"), str(root / "adapters" / "good-0")]:
+    other_spellings = ["good-0/", "./good-0", "good-0/.", ".//good-0", str(root / "adapters" / "good-0")]
+    for name in [*FOREIGN, str(root / "outside"), *other_spellings]:
         status, body = ask(adapter_server, COMPLETIONS, model=name)
         error = body["error"]
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model"), name

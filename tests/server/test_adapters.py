@@ -1,5 +1,6 @@
 """Adapters in the OpenAI-compatible server, beside the fake engine, whose answers depend on the adapter's content."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -15,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError
-from bladellm_runtime.server.adapters import make_adapters
+from bladellm_runtime.lora.names import AdapterNames
+from bladellm_runtime.server.adapters import Adapters, make_adapters
+from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.named_adapters import NamedAdapter, NamedAdapters
 from tests.support.fake_adapters import checksum, save_fake_adapter
 from tests.support.live import LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
@@ -255,6 +258,8 @@ def test_whoever_comes_later_knows_what_was_named_before(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         counts = list(pool.map(change, parts))
     assert sum(counts) == len(names) + 100, "each name is given once, and taken once"
+    with log.open("ab") as file:
+        file.write(b'{"name": "half a line of one that died')
     late = NamedAdapters(modules, log)
     for part in (*parts, late):
         assert sorted(part.current()) == sorted(names)
@@ -297,6 +302,28 @@ def test_adapters_come_and_go_under_load_and_no_request_is_lost(tmp_path, count)
         until(lambda: server.gauges() == (0, 0, 0), 5.0, "an idle engine")
         assert server.metrics()["blade_llm:lora_slots_used"] == 0
         assert [card["id"] for card in server.json("/v1/models")[1]["data"]] == ["demo"]
+
+
+def test_a_file_system_that_hangs_holds_up_only_those_who_name_new_paths(tmp_path, monkeypatch):
+    (tmp_path / "one").mkdir()
+    answers = threading.Event()
+    named = NamedAdapters({"named": NamedAdapter("named", "/folder", 1)}, None)
+    adapters = Adapters(["m"], named, tmp_path)
+
+    async def check() -> None:
+        assert (await adapters.find("one")).folder == tmp_path / "one"
+        monkeypatch.setattr(AdapterNames, "find", lambda *_: answers.wait(60))
+        monkeypatch.setattr("bladellm_runtime.server.adapters.LOOK_SECONDS", 0.05)
+        for _ in range(5):
+            with pytest.raises(ApiError) as caught:
+                await adapters.find("two")
+            assert (caught.value.status, caught.value.code) == (503, "adapter_folder_stuck")
+        assert await adapters.find("m") is None
+        assert (await adapters.find("named")).key == "/folder"
+
+    asyncio.run(check())
+    answers.set()
+    adapters.close()
 
 
 @pytest.mark.parametrize(
