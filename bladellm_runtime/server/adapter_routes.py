@@ -8,6 +8,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 
 from bladellm_runtime.errors import ParameterError
+from bladellm_runtime.request import FinishReason
 from bladellm_runtime.server.cold_body import json_of
 from bladellm_runtime.server.errors import ApiError, invalid_request, shown
 from bladellm_runtime.server.exchange import EXCHANGE, Exchange
@@ -37,7 +38,7 @@ def add_adapter_routes(app: FastAPI, state: ServerState) -> None:
         if fields.boolean("load_inplace"):
             raise invalid_request("load_inplace is not supported; unload the adapter first", "load_inplace")
         folder = await _folder_below_root(state, path)
-        await _load(state, name, folder)
+        await _load(state, folder)
         added = NamedAdapter(name, folder, int(time.time()))
         if not state.adapters.named.add(added):
             raise _name_taken(name)
@@ -50,19 +51,19 @@ def add_adapter_routes(app: FastAPI, state: ServerState) -> None:
         adapter = state.adapters.named.current().get(name)
         if adapter is None:
             raise _no_such_adapter(name)
-        await _move(state, "lora_name", name, adapter.folder, load=False)
+        await _move(state, "lora_name", adapter.folder, load=False)
         if not state.adapters.named.remove(name):
             raise _no_such_adapter(name)
         return _done(f"The adapter {shown(name)} is unloaded")
 
 
-async def _load(state: ServerState, name: str, folder: str) -> None:
+async def _load(state: ServerState, folder: str) -> None:
     # What requests by path, or of before an unload, have left on the device may be older than the files.
-    await _move(state, "lora_path", name, folder, load=False)
-    await _move(state, "lora_path", name, folder, load=True)
+    await _move(state, "lora_path", folder, load=False)
+    await _move(state, "lora_path", folder, load=True)
 
 
-async def _move(state: ServerState, param: str, name: str, folder: str, *, load: bool) -> None:
+async def _move(state: ServerState, param: str, folder: str, *, load: bool) -> None:
     """Have the engine load an adapter or let go of it. Raises `ApiError` with its reason, which blames `param`."""
     client = state.client
     answer: asyncio.Future[RequestDelta] = asyncio.get_running_loop().create_future()
@@ -80,8 +81,8 @@ async def _move(state: ServerState, param: str, name: str, folder: str, *, load:
         ) from None
     finally:
         client.abort([move.request_id])
-    if delta.error is not None:
-        raise error_of(Failure(delta.error, delta.message, param).told(folder, name))
+    if delta.finish is not FinishReason.STOP:
+        raise error_of(Failure(delta.error or str(delta.finish), delta.message, param))
 
 
 async def _read_fields(state: ServerState, request: Request, names: Sequence[str]) -> Fields:

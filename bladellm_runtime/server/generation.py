@@ -161,7 +161,7 @@ class Generation:
         if choice.stopped_early and piece.finish is not None:
             self._state.client.abort([choice.request.request_id])
         if error is not None:
-            self._fail(error if self.adapter is None else error.told(self.adapter.key, self.adapter.name))
+            self._fail(error)
             return
         waiting = self._pending.get(choice.index)
         if waiting is None:

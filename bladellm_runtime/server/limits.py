@@ -1,6 +1,6 @@
 """How many requests may be open, and the errors of a server that cannot take one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bladellm_runtime.server.errors import ApiError, generation_error, invalid_request
 from bladellm_runtime.server.shared_counts import SharedCount, SharedCounts
@@ -77,10 +77,6 @@ class Failure:
     code: str
     sentence: str | None = None
     param: str | None = None
-
-    def told(self, path: str, name: str) -> "Failure":
-        """With a name in place of a path, which is not the client's to know."""
-        return self if self.sentence is None else replace(self, sentence=self.sentence.replace(path, name))
 
 
 def error_of(failure: Failure) -> ApiError:

@@ -243,7 +243,7 @@ HELP = {
     "num_requests_waiting_for_lora": "Requests that wait for their adapter.",
     "lora_requests_info": "When it was asked for, in seconds; the adapters of open requests are in the labels.",
     "lora_loads": "Adapters brought to the device.",
-    "lora_load_seconds": "Seconds that this has taken, beside the steps.",
+    "lora_load_seconds": "Seconds from asking for an adapter to having it, summed.",
     "lora_evictions": "Adapters that had to leave the device for others.",
     "prompt_tokens": "Prompt tokens the engine has processed, cached ones included.",
     "prompt_tokens_cached": "Those of them that the prompt cache had.",

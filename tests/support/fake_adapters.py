@@ -49,7 +49,7 @@ class FakeAdapters:
         """Have a request wait for its adapter, or carry a move out; returns the end of those that end at once."""
         if isinstance(message, MoveAdapter) and not message.load:
             if not self._policy.forget(message.adapter):
-                return [_error(message.request_id, "adapter_in_use", f"{message.adapter} is in use; try again later")]
+                return [_error(message.request_id, "adapter_in_use", "the adapter is in use; try again later")]
             self._copies.pop(message.adapter, None)
             return [RequestDelta(message.request_id, [], FinishReason.STOP)]
         self._waiting[message.request_id] = message
@@ -119,7 +119,7 @@ class FakeAdapters:
             try:
                 self._copies[adapter] = self._copies.get(adapter) or checksum(Path(adapter))
             except OSError:
-                self._refused[adapter] = f"{adapter}/{CONFIG} is missing"
+                self._refused[adapter] = f"{CONFIG} is missing"
                 self._policy.failed(adapter)
             else:
                 self._policy.loaded(adapter)
