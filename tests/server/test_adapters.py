@@ -52,7 +52,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(root):
-    with start(root, f"tuned={root / 'given'}") as server:
+    with start(root, f"tuned={root / 'given'}", front_ends=2) as server:
         yield server
 
 
@@ -182,9 +182,7 @@ def test_the_metrics_name_the_adapters_of_open_requests(server, root):
         stream.read(1)
     waiting = OpenStream(server, {"model": "team/two", "prompt": "long", "max_tokens": 5})
     until(lambda: server.metrics()["blade_llm:num_requests_waiting_for_lora"] == 1)
-    labels = lora_info(server)
-    assert labels["max_lora"] == "2"
-    assert (labels["running_lora_adapters"], labels["waiting_lora_adapters"]) == ("one,tuned", "team/two")
+    until(lambda: lora_info(server) == ("2", "one,tuned", "team/two"))
     now = server.metrics()
     assert (now["blade_llm:lora_slots"], now["blade_llm:lora_slots_used"]) == (2, 2)
     for stream in streams:
@@ -194,15 +192,15 @@ def test_the_metrics_name_the_adapters_of_open_requests(server, root):
     after = server.metrics()
     assert after["blade_llm:lora_evictions_total"] > before["blade_llm:lora_evictions_total"]
     assert after["blade_llm:lora_loads_total"] > before["blade_llm:lora_loads_total"]
-    assert lora_info(server)["running_lora_adapters"] == ""
+    until(lambda: lora_info(server) == ("2", "", ""))
 
 
 def lora_info(server):
-    """The labels of the gauge for routers."""
+    """Slots, running and waiting adapters, by the labels of the gauge for routers."""
     text = server.request("/metrics")[1].decode()
     (family,) = [item for item in text_string_to_metric_families(text) if item.name == "blade_llm:lora_requests_info"]
     (sample,) = family.samples
-    return sample.labels
+    return tuple(sample.labels[name] for name in ("max_lora", "running_lora_adapters", "waiting_lora_adapters"))
 
 
 @contextlib.contextmanager
@@ -228,21 +226,24 @@ def statuses(opened, path, body=None):
     return found
 
 
-def test_names_hold_in_every_front_end(root):
+def established(pid):
+    """Whether a process has connections of clients."""
+    return any(item.status == psutil.CONN_ESTABLISHED for item in psutil.Process(pid).net_connections("tcp"))
+
+
+def test_names_hold_in_every_front_end(server, root):
     save_fake_adapter(root / "adapters" / "shared")
-    with start(root, f"tuned={root / 'given'}", front_ends=2) as server, connections(server) as opened:
-        pids = server.front_end_pids()
-        until(lambda: all(psutil.Process(pid).net_connections("tcp")[1:] for pid in pids))
+    with connections(server) as opened:
+        until(lambda: all(established(pid) for pid in server.front_end_pids()))
         for name in ("first", "second"):
             assert statuses(opened, f"/v1/models/{name}") == {404}
             assert admin(server, LOAD, lora_name=name, lora_path="shared")[0] == 200
             assert statuses(opened, f"/v1/models/{name}") == {200}
             body = {"model": name, "prompt": "x", "max_tokens": 1}
             assert statuses(opened, "/v1/completions", body) == {200}
-        for name in ("tuned", "first"):
-            assert admin(server, UNLOAD, lora_name=name)[0] == 200
+        for name in ("first", "second"):
+            until(lambda: admin(server, UNLOAD, lora_name=name)[0] == 200)  # noqa: B023
             assert statuses(opened, f"/v1/models/{name}") == {404}
-        assert statuses(opened, "/v1/models/second") == {200}
 
 
 def test_whoever_comes_later_knows_what_was_named_before(tmp_path):
