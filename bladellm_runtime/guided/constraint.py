@@ -39,12 +39,12 @@ def _json(value: object, field: str) -> Constraint:
         value = _loaded(value, field)
     if not isinstance(value, dict):
         raise ConstraintError(f"{field} must be a JSON schema: an object, or a string that holds one", field)
-    _check_nesting(value, field)
     try:
         source = orjson.dumps(value)
     except (orjson.JSONEncodeError, RecursionError) as error:
         raise ConstraintError(f"{field} cannot be written as JSON: {str(error)[:100]}", field) from None
-    _check_size(source, field)
+    _check_size(source, field)  # before its parts are looked at: there may be millions
+    _check_nesting(value, field)
     return Constraint(ConstraintKind.JSON, source.decode(), field)
 
 

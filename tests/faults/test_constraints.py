@@ -14,7 +14,7 @@ import pytest
 from tests.faults.asking import BOTH_ROUTES, CHAT, COMPLETIONS, ask, refused, text_of
 from tests.faults.conftest import GUIDED_CACHE_MIB
 from tests.guided.answers import check_answer
-from tests.guided.samples import IPV4, PROFILE
+from tests.guided.samples import IPV4
 from tests.support.live import LiveServer, OpenStream
 
 pytestmark = pytest.mark.usefixtures("beside")
@@ -26,7 +26,7 @@ def refused_constraint(server: LiveServer, path: str, **fields: Any) -> dict[str
     """The error of a constraint that must be refused, naming the field and soon enough."""
     began = time.monotonic()
     error = refused(server, path, **fields)
-    assert time.monotonic() - began < 2 * COMPILE_SECONDS + 2  # streamed and not
+    assert time.monotonic() - began < 2 * COMPILE_SECONDS + 2  # asked twice, streamed and not
     assert error["param"] in fields
     assert error["code"] == "constraint_refused"
     assert len(error["message"]) > 20
@@ -146,7 +146,7 @@ def test_row_27_others_get_their_tokens_while_a_constraint_compiles(server):
     reader.start()
     for _ in range(4):
         start = time.monotonic()
-        constrained(server, guided_json=heavy_schema(), max_tokens=2)
+        ask_with(server, heavy_schema())
         end = time.monotonic()
         if longest_gap(arrivals, start, end) < (end - start) / 2:
             break
@@ -161,9 +161,10 @@ def distinct_schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "integer"}}, "required": [f"p{number}"]}
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(67, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [1, pytest.param(167, marks=pytest.mark.slow)])
 def test_row_28_many_distinct_schemas(server, rounds):
-    """Rounds of 150 schemas, twice what the cache holds, beside a text under way, which keeps its own."""
+    """Rounds of 60 schemas, twice what the cache holds, beside a text under way, which keeps its own."""
     for _ in range(rounds):
         salt = random.randrange(10**15)
         kept = {"type": "array", "items": {"const": f"kept {salt}"}, "minItems": 2000}
@@ -171,11 +172,12 @@ def test_row_28_many_distinct_schemas(server, rounds):
         live.read(1)
         before = server.metrics()
         with ThreadPoolExecutor(4) as threads:
-            schemas = [distinct_schema(salt + number) for number in range(150)]
-            held = list(threads.map(lambda schema: ask_with(server, schema), schemas))
+            for first in range(0, 60, 15):
+                schemas = [distinct_schema(salt + first + number) for number in range(15)]
+                list(threads.map(lambda schema: ask_with(server, schema), schemas))
+                assert server.metrics()["blade_llm:guided_cache_bytes"] <= GUIDED_CACHE_MIB * 2**20
         middle = server.metrics()
-        assert max(held) <= GUIDED_CACHE_MIB * 2**20
-        assert middle["blade_llm:guided_misses_total"] - before["blade_llm:guided_misses_total"] == 150
+        assert middle["blade_llm:guided_misses_total"] - before["blade_llm:guided_misses_total"] == 60
         ask_with(server, kept)
         after = server.metrics()
         live.close()
@@ -183,11 +185,9 @@ def test_row_28_many_distinct_schemas(server, rounds):
         assert after["blade_llm:guided_hits_total"] == middle["blade_llm:guided_hits_total"] + 1
 
 
-def ask_with(server: LiveServer, schema: dict[str, Any]) -> float:
-    """Two tokens of an answer; returns the bytes of compiled constraints afterwards."""
-    _, finish = text_of(ask(server, COMPLETIONS, guided_json=schema, max_tokens=2))
-    assert finish == "length"
-    return server.metrics()["blade_llm:guided_cache_bytes"]
+def ask_with(server: LiveServer, schema: dict[str, Any]) -> None:
+    """Two tokens of an answer, of which the test does not look at the text."""
+    assert text_of(ask(server, COMPLETIONS, guided_json=schema, max_tokens=2))[1] == "length"
 
 
 def test_row_29_a_constraint_that_leads_nowhere_ends_its_own_request_only(fake_server):
@@ -207,9 +207,3 @@ def test_row_30_a_text_without_an_end_is_cut(server):
     text, finish = constrained(server, guided_regex=".*", max_tokens=30)
     assert finish in ("stop", "length")
     assert "\n" not in text
-
-
-def test_the_sample_client_is_answered_in_its_form(server):
-    sampling = {"temperature": 0, "top_p": 0.5, "top_k": 10, "max_tokens": 200, "stream": True}
-    for fields in ({"guided_json": json.dumps(PROFILE)}, {"guided_regex": IPV4}):
-        check_answer(fields, *text_of(ask(server, COMPLETIONS, **sampling, **fields)))

@@ -10,7 +10,7 @@ import numpy as np
 from bladellm_runtime.guided.backend import Compiled
 from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.guided.llguidance_backend import LlguidanceBackend
-from bladellm_runtime.request import Constraint
+from bladellm_runtime.request import Constraint, ConstraintKind
 from tests.guided.samples import small_vocabulary
 
 FIRST_BYTE = 10
@@ -47,17 +47,24 @@ def schema_of(name: str, value: object) -> dict:
 def ending_of(fields: dict, text: str) -> str:
     """A short text that may follow; fails where the constraint does not allow `text` itself."""
     matcher, ending = _compiled(constraint_of(fields)).matcher(), b""
+    is_json = constraint_of(fields).kind is ConstraintKind.JSON
     row = np.zeros(_backend().vocabulary.words, np.int32)
     for place, byte in enumerate(text.encode()):
         assert matcher.accept(FIRST_BYTE + byte), f"{text[: place + 1]!r} is no beginning"
     while not matcher.may_end:
         matcher.fill_mask(row)
-        wanted = ENDING_IN_STRING if _has(row, FIRST_BYTE + ord("~")) else ENDING
-        allowed = [byte for byte in (*wanted, *range(32, 127)) if _has(row, FIRST_BYTE + byte)]
-        assert matcher.accept(FIRST_BYTE + allowed[0])
-        ending += bytes(allowed[:1])
+        byte = _next_byte([byte for byte in range(32, 127) if _has(row, FIRST_BYTE + byte)], ending, json=is_json)
+        assert matcher.accept(FIRST_BYTE + byte)
+        ending += bytes([byte])
         assert len(ending) < 5000
     return ending.decode()
+
+
+def _next_byte(allowed: list[int], ending: bytes, *, json: bool) -> int:
+    """In a JSON text one that brings it nearer to its end, if there is one; else one that was seldom chosen before."""
+    wanted = (ENDING_IN_STRING if ord("~") in allowed else ENDING) if json else b""
+    others = sorted(allowed, key=lambda byte: (byte == ord(" "), ending.count(byte)))
+    return next((byte for byte in wanted if byte in allowed), others[0])
 
 
 def _has(row: np.ndarray, token: int) -> bool:
