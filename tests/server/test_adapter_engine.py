@@ -5,6 +5,7 @@ import contextlib
 import random
 import shutil
 
+import psutil
 import pytest
 import torch
 
@@ -61,7 +62,7 @@ def expected(model, prompt):
 
 
 def test_adapters_and_the_base_side_by_side_score_as_merged_models(server, models):
-    root, merged = models
+    merged = models[1]
     asked = [(name, prompt) for prompt in PROMPTS for name in ("demo", *NAMES)] + [("given", PROMPTS[0])]
     random.shuffle(asked)
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
@@ -183,3 +184,30 @@ def test_row_34_more_adapters_than_slots_wait_for_those_in_use(server):
             stream.close()
         assert all(len(future.result()) for future in others)
     until(lambda: server.metrics()["blade_llm:lora_slots_used"] == 0)
+
+
+@pytest.mark.slow
+def test_200_adapters_under_load_cost_no_request_and_no_memory(server, models):
+    root, merged = models
+    names = [f"many/{number}" for number in range(200)]
+    for name in names:
+        targets = tuple(random.sample(folders.MODULES, 2))
+        folders.save_adapter(root / "adapters" / name, merged["demo"], rank=random.randint(1, 16), targets=targets)
+
+    def ask_all(_: int) -> dict[str, torch.Tensor]:
+        return {name: scored(server, name, PROMPTS[2]) for name in random.sample(names, len(names))}
+
+    memory = []
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            rounds = list(pool.map(ask_all, range(4)))
+            memory.append(psutil.Process(server.engine_pid).memory_info().rss)
+            for name in names:
+                for other in rounds[1:]:
+                    torch.testing.assert_close(rounds[0][name], other[name], atol=LOGPROB_TOLERANCE, rtol=0)
+    for name in random.sample(names, 20):
+        wanted = expected(folders.merged(merged["demo"], root / "adapters" / name), PROMPTS[2])
+        torch.testing.assert_close(rounds[0][name], wanted, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert memory[2] - memory[0] < 32 * 2**20
+    until(lambda: server.metrics()["blade_llm:lora_slots_used"] == 0)
+    shutil.rmtree(root / "adapters" / "many")
