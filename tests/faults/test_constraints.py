@@ -157,6 +157,24 @@ def test_row_27_others_get_their_tokens_while_a_constraint_compiles(server):
     stream.close()
 
 
+def test_row_35_a_client_leaves_while_its_constraint_compiles(server):
+    """The engine is idle soon, and the next one who asks for the same finds it compiled."""
+    schema = heavy_schema()
+    for _ in range(3):
+        stream = OpenStream(server, {"prompt": "Hi", "guided_json": schema, "max_tokens": 3900})
+        stream.close()
+    ask_with(server, schema)
+
+
+@pytest.mark.slow
+def test_the_back_end_of_automata_refuses_what_it_has_not():
+    with LiveServer("real", kv_cache_gib=0.0625, guided_backend="fsm") as server:
+        constrained(server, guided_regex=IPV4)
+        constrained(server, guided_choice=["red", "green"])
+        for fields in ({"guided_json": {}}, {"guided_grammar": 'start: "a"'}, {"guided_regex": "(?=a)b"}):
+            refused_constraint(server, COMPLETIONS, **fields)
+
+
 def distinct_schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "integer"}}, "required": [f"p{number}"]}
 
