@@ -65,7 +65,8 @@ def _resolved(path: Path) -> Path | None:
 
 def _not_below_root(name: str) -> ParameterError:
     return ParameterError(
-        f"model {name!r:.120} is not below the folder of adapters; name a folder inside --lora_dir by its relative path",
+        f"model {name!r:.120} is not below the folder of adapters; name a folder inside --lora_dir by its relative "
+        "path",
         param="model",
         code="model_not_found",
     )
