@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bladellm_runtime.server.auth import Authenticator
+from bladellm_runtime.server.errors import ApiError
 from tests.faults.asking import COMPLETIONS, ask, assert_error, refused, text_of
 from tests.faults.conftest import unharmed, warm_up
 from tests.support.fake_adapters import save_fake_adapter
@@ -30,15 +32,11 @@ def root(tmp_path_factory):
     return root
 
 
-def start(root, **flags):
-    folders = {"lora_dir": str(root / "adapters"), "admin_api_key_file": str(root / "admin")}
-    engine = fake_command(step_seconds=0.004, max_loras=SLOTS)
-    return LiveServer(engine, enable_lora=True, **{**folders, **flags})
-
-
 @pytest.fixture(scope="module")
 def adapter_server(root):
-    with start(root) as server:
+    engine = fake_command(step_seconds=0.004, max_loras=SLOTS)
+    folders = {"lora_dir": str(root / "adapters"), "admin_api_key_file": str(root / "admin")}
+    with LiveServer(engine, enable_lora=True, **folders) as server:
         warm_up(server)
         assert ask(server, COMPLETIONS, model="good-0")[0] == 200
         yield server
@@ -131,34 +129,36 @@ def admin(server, path, key=ADMIN_KEY, **fields):
     return server.json(path, fields, headers={"Authorization": f"Bearer {key}"})
 
 
-WRONG_KEYS = [
-    "",
-    "Bearer",
-    "Bearer wrong",
-    "Bearer client-key",
-    f"Basic {ADMIN_KEY}",
-    ADMIN_KEY,
-    f"Bearer {ADMIN_KEY}x",
-]
+WRONG_KEYS = ["", "Bearer", "Bearer wrong", f"Basic {ADMIN_KEY}", ADMIN_KEY, f"Bearer {ADMIN_KEY}x"]
 SPELLINGS = ["{}", "{}%0A", "/{}", "{}/", "/v1/..{}", "/health/..{}"]
 
 
-def test_row_58_admin_routes_without_the_admin_key(root):
+@pytest.mark.usefixtures("beside_adapters")
+def test_row_58_admin_routes_without_the_admin_key(adapter_server):
     body = {"lora_name": "new", "lora_path": "good-0"}
-    with start(root, api_key=["client-key"]) as server:
-        for path in (LOAD, UNLOAD):
-            for key in WRONG_KEYS:
-                assert assert_error(server.request(path, body, headers={"Authorization": key}), 401)
-            for spelling in SPELLINGS:
-                status, _, _ = server.request(
-                    spelling.format(path), body, headers={"Authorization": "Bearer client-key"}
-                )
-                assert status in (401, 404), spelling
-            assert assert_error(server.request(path, body), 401)
-            assert_error(server.request(path, headers={"Authorization": "Bearer client-key"}), 405)
-        listed = server.json("/v1/models", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
-        assert [card["id"] for card in listed[1]["data"]] == ["demo"]
-        assert admin(server, LOAD, **body)[0] == 200
+    for path in (LOAD, UNLOAD):
+        assert assert_error(adapter_server.request(path, body), 401)["code"] == "invalid_api_key"
+        for key in WRONG_KEYS:
+            assert_error(adapter_server.request(path, body, headers={"Authorization": key}), 401)
+        for spelling in SPELLINGS:
+            assert adapter_server.request(spelling.format(path), body)[0] in (401, 404), spelling
+        assert_error(adapter_server.request(path), 405)
+    assert [card["id"] for card in adapter_server.json("/v1/models")[1]["data"]] == ["demo"]
+    for path in (LOAD, UNLOAD):
+        assert admin(adapter_server, path, **body)[0] == 200
+
+
+def test_row_58_keys_of_clients_are_not_the_admins():
+    keys = Authenticator(["client"], ["admin"])
+    keys.check("/v1/models", b"Bearer client")
+    keys.check("/v1/models", b"Bearer admin")
+    keys.check_admin(b"Bearer admin")
+    for authenticator, key in ((keys, b"Bearer client"), (Authenticator(["client"]), b"Bearer client")):
+        with pytest.raises(ApiError) as caught:
+            authenticator.check_admin(key)
+        assert caught.value.status == 401
+    with pytest.raises(ApiError):
+        Authenticator([]).check_admin(None)
 
 
 def test_row_58_no_admin_routes_by_default(fake_server):
