@@ -3,7 +3,9 @@
 import concurrent.futures
 import contextlib
 import random
+import re
 import shutil
+import uuid
 
 import psutil
 import pytest
@@ -81,6 +83,35 @@ def test_adapters_and_the_base_side_by_side_score_as_merged_models(server, model
 
 def admin(server, path, **fields):
     return server.json(path, fields, headers=ADMIN)
+
+
+def asked(server, model, prompt, **fields):
+    """A choice of an answer, and how many tokens of the prompt the cache had."""
+    status, answer = server.json("/v1/completions", {"model": model, "prompt": prompt, "temperature": 0, **fields})
+    assert status == 200, answer
+    return answer["choices"][0], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_adapters_share_no_cached_prompts(server):
+    prompt = " ".join([uuid.uuid4().hex, *(f"{random.choice(PROMPTS)} {number}." for number in range(60))])
+    found = {}
+    for model in ("demo", *NAMES[:2]):
+        first, cached = asked(server, model, prompt, max_tokens=1, logprobs=5)
+        assert cached == 0
+        again, cached = asked(server, model, prompt, max_tokens=1, logprobs=5)
+        assert cached > 0
+        found[model], reused = (
+            torch.tensor(sorted(choice["logprobs"]["top_logprobs"][0].values())) for choice in (first, again)
+        )
+        torch.testing.assert_close(reused, found[model], atol=LOGPROB_TOLERANCE, rtol=0)
+    assert all((found[name] - found["demo"]).abs().max() > 50 * LOGPROB_TOLERANCE for name in NAMES[:2])
+
+
+def test_an_adapter_under_a_constraint(server):
+    pattern = "[0-9]{3}-[a-f]{2}(x|yz)"
+    for model in ("demo", *NAMES):
+        choice, _ = asked(server, model, "The number is", guided_regex=pattern, max_tokens=40)
+        assert re.fullmatch(pattern, choice["text"]), choice
 
 
 def test_a_changed_folder_is_read_at_the_next_load(server, models):
