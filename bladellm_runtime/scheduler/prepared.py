@@ -19,7 +19,9 @@ class TokenMatcher(Protocol):
 
 @dataclass(slots=True)
 class Prepared:
-    """matcher: of its constraint, None without one. adapter: the slot of its LoRA adapter, or `NO_ADAPTER`."""
+    """matcher: of its constraint, None without one. adapter: the slot of its LoRA adapter, or `NO_ADAPTER`. weights:
+    which weights compute its KV, empty for the base model's; others' are told apart by it."""
 
     matcher: TokenMatcher | None = None
     adapter: int = NO_ADAPTER
+    weights: str = ""

@@ -107,6 +107,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     hold room they have not written to, the internal waste. `kv_maps` counts mapping calls, `kv_map_p99` is the 99th
     percentile of their recent durations and `kv_map_wait` how long steps waited for them, in seconds.
     `kernel_compiles_after_ready`: kernels compiled, or loaded from a cache on disk, that the start should have seen to.
+    Of LoRA adapters: `lora_slots` there are, `lora_used` of them by adapters of live requests, for which `lora_waiting`
+    requests wait; `lora_loads` came to a slot, `lora_evictions` lost theirs to another one, and `lora_load_seconds`
+    were spent between asking for one and having it, summed.
     """
 
     time: float = 0.0
@@ -130,6 +133,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_map_p99: float = 0.0
     kv_map_wait: float = 0.0
     kernel_compiles_after_ready: int = 0
+    lora_slots: int = 0
+    lora_used: int = 0
+    lora_waiting: int = 0
+    lora_loads: int = 0
+    lora_evictions: int = 0
+    lora_load_seconds: float = 0.0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
@@ -166,5 +175,5 @@ class FrontEndStuck(msgspec.Struct, tag="stuck", frozen=True, array_like=True):
     front_end: int
 
 
-FrontMessage = AddRequest | AbortRequests | AttachFrontEnd | Shutdown
+FrontMessage = AddRequest | MoveAdapter | AbortRequests | AttachFrontEnd | Shutdown
 EngineMessage = StepOutput | EngineReady | EngineFailed | FrontEndStuck
