@@ -51,17 +51,12 @@ class EngineArgs:
     ragged_flash_max_batch_tokens: int | None = flag(
         None,
         "Most tokens in one step, decode rows and prefill chunks together; default: 8192 on a GPU, 2048 on a CPU.",
-        group="Engine",
-        low=1,
-        high=2**20,
-    )
+        group="Engine", low=1, high=2**20,
+    )  # fmt: skip
     prefill_chunk_tokens: int | None = flag(
-        None,
-        "Most prompt tokens of one request in one step; default: the whole step.",
-        group="Engine",
-        low=1,
-        high=2**20,
-    )
+        None, "Most prompt tokens of one request in one step; default: the whole step.",
+        group="Engine", low=1, high=2**20,
+    )  # fmt: skip
     target_tbt_ms: float | None = flag(
         None,
         "Milliseconds that a step may take while requests decode: prompts are prefilled in chunks that fit, larger "
@@ -69,12 +64,9 @@ class EngineArgs:
         group="Engine", low=0, high=60_000,
     )  # fmt: skip
     max_gpu_memory_utilization: float = flag(
-        0.9,
-        "Share of the device's memory to use; what weights leave of it is KV cache.",
-        group="Engine",
-        low=0.05,
-        high=1.0,
-    )
+        0.9, "Share of the device's memory to use; what weights leave of it is KV cache.",
+        group="Engine", low=0.05, high=1.0,
+    )  # fmt: skip
     kv_cache_gib: float | None = flag(
         None, "KV cache of a rank in GiB instead of a share of the memory (on a CPU the default is 4 a host).",
         group="KV cache", low=0.0001, high=100_000,
@@ -172,6 +164,20 @@ class EngineArgs:
     disable_cuda_graph: bool = flag(
         False, "Launch all steps operator by operator instead of as CUDA graphs.", group="Engine"
     )
+    guided_backend: Literal["llguidance", "fsm"] = flag(
+        "llguidance", "What follows constraints; fsm: our own automata, for guided_regex and guided_choice alone.",
+        group="Guided decoding",
+    )  # fmt: skip
+    guided_cache_mib: float = flag(
+        256.0, "Memory for compiled constraints in MiB.", group="Guided decoding", low=0.001, high=2**20
+    )
+    guided_deadline: float = flag(
+        5.0, "Seconds that a constraint may take to compile; more is refused.",
+        group="Guided decoding", low=0.001, high=3600,
+    )  # fmt: skip
+    enable_json_warmup: bool = flag(
+        False, "Get ready for JSON constraints at the start, not at the first one.", group="Guided decoding"
+    )
     disable_frontend_multiprocessing: bool = flag(
         False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
     )
@@ -185,6 +191,8 @@ class EngineArgs:
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
                 raise ConfigError(f"--{name} must be ascending, each size once; got {' '.join(map(str, sizes))}")
+        if self.enable_json_warmup and self.guided_backend == "fsm":
+            raise ConfigError("--enable_json_warmup needs --guided_backend llguidance; fsm has no JSON constraints")
 
     @property
     def world_size(self) -> int:
@@ -233,6 +241,14 @@ class ServingArgs(EngineArgs):
     chat_template: str | None = flag(None, "File with a Jinja chat template; default: the tokenizer's.", group="Server")
     api_key: list[str] = flag([], "Bearer keys clients must present; prefer --api_key_file.", group="Server")
     api_key_file: str | None = flag(None, "File with one bearer key a line.", group="Server")
+    admin_api_key_file: str | None = flag(
+        None, "File with one bearer key a line for the routes that load and unload adapters; off by default.",
+        group="Server",
+    )  # fmt: skip
+    lora_dir: str | None = flag(
+        None, "Folder of adapters: requests may name any folder below it by its relative path.", group="LoRA"
+    )
+    lora_modules: list[str] = flag([], "Adapters that requests may name, each as name=path.", group="LoRA")
     max_queue_size: int = flag(
         1024,
         "Requests that may wait beyond the running ones; more are answered 429.",
@@ -248,29 +264,20 @@ class ServingArgs(EngineArgs):
         8.0, "Largest request body in MiB; more is answered 413.", group="Server", low=0.001, high=1024
     )
     header_timeout: float = flag(
-        10.0,
-        "Seconds for a client to send headers, begin its body, or keep an idle connection.",
-        group="Server",
-        low=0.1,
-        high=3600,
-    )
+        10.0, "Seconds for a client to send headers, begin its body, or keep an idle connection.",
+        group="Server", low=0.1, high=3600,
+    )  # fmt: skip
     send_timeout: float = flag(
-        60.0,
-        "Seconds a client may leave a stream unread before its request is aborted.",
-        group="Server",
-        low=0.1,
-        high=3600,
-    )
+        60.0, "Seconds a client may leave a stream unread before its request is aborted.",
+        group="Server", low=0.1, high=3600,
+    )  # fmt: skip
     shutdown_timeout: float = flag(
         30.0, "Seconds running requests get to finish after SIGTERM.", group="Server", low=0.0, high=3600
     )
     engine_timeout: float = flag(
-        60.0,
-        "Seconds without a step or heartbeat before /health reports the engine stuck.",
-        group="Server",
-        low=0.5,
-        high=3600,
-    )
+        60.0, "Seconds without a step or heartbeat before /health reports the engine stuck.",
+        group="Server", low=0.5, high=3600,
+    )  # fmt: skip
     strict_params: bool = flag(
         False, "Refuse unknown request fields with 400 instead of ignoring them.", group="Server"
     )
@@ -336,16 +343,25 @@ def split_address(address: str) -> tuple[str, int]:
 
 def read_api_keys(args: ServingArgs) -> list[str]:
     """The keys of --api_key and --api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
-    keys = list(args.api_key)
-    if args.api_key_file is not None:
-        try:
-            lines = Path(args.api_key_file).read_text().split("\n")
-        except OSError as error:
-            raise ConfigError(f"--api_key_file {args.api_key_file} cannot be read: {error.strerror}") from error
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise ConfigError(f"--api_key_file {args.api_key_file} holds no key; write one a line")
-        keys += found
+    keys = args.api_key + _read_keys("api_key_file", args.api_key_file)
     if any(not key for key in keys):
         raise ConfigError("--api_key must not be empty")
+    return keys
+
+
+def read_admin_keys(args: ServingArgs) -> list[str]:
+    """The keys of --admin_api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
+    return _read_keys("admin_api_key_file", args.admin_api_key_file)
+
+
+def _read_keys(flag_name: str, path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text().split("\n")
+    except OSError as error:
+        raise ConfigError(f"--{flag_name} {path} cannot be read: {error.strerror}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"--{flag_name} {path} holds no key; write one a line")
     return keys

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "ranks": {*BASE, "wire", "scheduler", "kv"},
     "engine": {*BELOW_ENGINE, "guided"},
     "llm": {*BELOW_ENGINE, "engine", "text", "guided"},
-    "server": {*BASE, "__init__", "wire", "engine", "text", "models", "guided"},
+    "server": {*BASE, "__init__", "wire", "engine", "text", "models", "guided", "lora"},
     "__init__": {"llm", *BASE},
     "tools": {*BELOW_ENGINE, "__init__", "llm", "server", "engine", "text", "guided"},
 }

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from bladellm_runtime.distributed.communicator import MeetingError, abort
 from bladellm_runtime.engine.rank_place import RankPlace
-from bladellm_runtime.engine.runner import ModelRunner, RunningStep
+from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.engine.running_step import RunningStep
 from bladellm_runtime.engine.step_errors import DeviceLostError, GroupLostError, StepMemoryError
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.ranks.channel import ChannelBroken
 from bladellm_runtime.ranks.group import Ranks
-from bladellm_runtime.ranks.messages import UseMixedGraphs, step_message
-from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.ranks.messages import UseMixedGraphs, sample_message, step_message
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.wire.messages import EngineStats
 
 VERDICT_SECONDS = 1.5
@@ -67,6 +68,12 @@ class RankedRunner:
             self._ranks.send(step_message(plan))
             self._in_flight.append(plan.step)
             return self._runner.launch(plan)
+
+    def sample(self, launched: Launched, masks: TokenMasks) -> Launched:
+        """Start the rest of the step launched last on all ranks: only this one knows the constraints."""
+        with self._lost_group():
+            self._ranks.send(sample_message(self._in_flight[-1], masks))
+            return self._runner.sample(launched, masks)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for the result of rank 0, or of a pipeline's last stage, as long as all ranks are well."""

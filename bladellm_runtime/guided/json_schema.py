@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from bladellm_runtime.guided import regex_syntax
+from bladellm_runtime.guided.pauses import breathe
 
 MAX_COUNT = 100_000
 MAX_REFERENCES = 1000
+MAX_OPTIONAL = 480
+"""Optional properties of one object: with more, a row takes too long and the matcher gives up."""
 _SINGLE = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains",
            "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -53,6 +56,7 @@ def prepared(schema: Schema) -> Schema:
     if not _ends(schema, references):
         raise SchemaError("it is unsatisfiable: its recursion ($ref) has no end")
     for node in nodes:
+        breathe()
         _check_keywords(node, node is schema)
         _check_literals(node)
         _check_counts(node)
@@ -68,6 +72,7 @@ def _visited(schema: Schema) -> list[Schema]:
         node = left.pop()
         if not isinstance(node, dict) or id(node) in found:
             continue
+        breathe()
         found[id(node)] = node
         left += _subschemas(node)
         if "$ref" in node:
@@ -103,11 +108,15 @@ def _target(schema: Schema, reference: object) -> Any:
 def _ends(schema: Schema, references: dict[str, Any]) -> bool:
     """Whether some finite text can satisfy the schema, by what its references and required parts say."""
     known = dict.fromkeys(references, False)
-    while True:
-        after = {name: known[name] or _finite(target, known) for name, target in references.items()}
-        if after == known:
-            return _finite(schema, known)
-        known = after
+    found, order = True, list(references.items())
+    while found:
+        found = False
+        order = [(name, target) for name, target in reversed(order) if not known[name]]  # chains end soon either way
+        for name, target in order:
+            breathe()
+            known[name] = _finite(target, known)
+            found |= known[name]
+    return _finite(schema, known)
 
 
 def _finite(node: Any, known: dict[str, bool]) -> bool:
@@ -164,6 +173,9 @@ def _check_counts(node: Schema) -> None:
         node[name] = min(int(count), MAX_COUNT)
     required = node.get("required")
     surely = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+    properties = node.get("properties")
+    if isinstance(properties, dict) and len(properties) - surely > MAX_OPTIONAL:
+        raise SchemaError(f"an object has more than {MAX_OPTIONAL} properties that are not required")
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if node.get("minProperties", 0) > max(1, surely) and not closed:
         raise SchemaError("minProperties above the number of required properties needs additionalProperties: false")

@@ -79,6 +79,7 @@ async def _generate(state: ServerState, exchange: Exchange, parser: Parser) -> N
 
 
 async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: float, client: "_ClientWatch") -> None:
+    adapter = await state.adapters.find(call.model)
     work = await prepare(state, call)
     client.check()
     state.metrics.choices.observe(call.params.n)
@@ -86,7 +87,7 @@ async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: f
     obstacle = state.obstacle()
     if obstacle is not None:
         raise obstacle
-    generation = Generation(state, work, arrival, exchange.drop)
+    generation = Generation(state, work, adapter, arrival, exchange.drop)
     heading = Heading.of(call, int(time()))
     try:
         generation.submit()
@@ -109,7 +110,8 @@ async def prepare(state: ServerState, call: Call) -> list[PromptWork]:
     params = seeded(call.params)
     if isinstance(call, ChatCall):
         tokens = await tokenize_chat(state, call)
-        return [PromptWork(tokens, fit_max_tokens(params, len(tokens), state.context), cache_salt=call.cache_salt)]
+        fitted = fit_max_tokens(params, len(tokens), state.context)
+        return [PromptWork(tokens, fitted, cache_salt=call.cache_salt, constraint=call.constraint)]
     return [await _prepare_prompt(state, prompt, params, call) for prompt in call.prompts]
 
 
@@ -142,7 +144,7 @@ async def _prepare_prompt(
         tokens = prompt
         text = await state.pool.run("prompt", state.tokenizer.decode, prompt) if call.echo else ""
     fitted = fit_max_tokens(params, len(tokens), state.context)
-    return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt)
+    return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt, call.constraint)
 
 
 class _ClientWatch:

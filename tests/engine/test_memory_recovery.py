@@ -12,7 +12,9 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.memory_recovery import LEAST_TOKENS, MemoryRecovery
 from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.engine.running_step import RunningStep
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError, step_error
+from bladellm_runtime.engine.uploaded_masks import UploadedMasks
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from tests.engine.test_core import ArithmeticRunner, drain, expected, make_core, make_requests
@@ -173,12 +175,11 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
             return run(self, plan)
 
-        def fail_after(self: ModelRunner, plan: StepPlan, logits: torch.Tensor) -> object:
-            found = sample(self, plan, logits)
-            if chosen(plan):
-                failures.append(sum(plan.query_lens))
+        def fail_after(self: ModelRunner, logits: torch.Tensor, step: RunningStep, masks: UploadedMasks | None) -> None:
+            sample(self, logits, step, masks)
+            if chosen(step.plan):
+                failures.append(sum(step.plan.query_lens))
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-            return found
 
         monkeypatch.setattr(ModelRunner, "_run_flat", fail_before)
         monkeypatch.setattr(ModelRunner, "_sample", fail_after)

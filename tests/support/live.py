@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -229,6 +230,10 @@ class OpenStream:
         # `read` stops after a line, in front of the empty one that ends its event.
         return events(self.response.read().removeprefix(b"\n"))
 
+    def abandon(self) -> None:
+        """Leave while another thread reads, which then finds the stream at its end."""
+        self._connection.sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Leave."""
         if self._response is not None:
@@ -253,9 +258,9 @@ def completion_text(chunks: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", []))
 
 
-def fake_answer(prompt: str, count: int, choice: int = 0) -> str:
-    """What the fake engine answers to a /v1/completions prompt."""
-    return expected_text(tokenizer().encode(prompt).ids, count, choice)
+def fake_answer(prompt: str, count: int, choice: int = 0, adapter: int = 0) -> str:
+    """What the fake engine answers to a /v1/completions prompt. adapter: the checksum of one."""
+    return expected_text(tokenizer().encode(prompt).ids, count, choice, adapter)
 
 
 def main() -> int:
