@@ -39,6 +39,7 @@ class Constraints:
         self._make = make
         self._making: Future[Compiler] | None = None
         self._heard = False
+        self._closed = threading.Event()
         self._compiling: dict[int, Future[Compiled]] = {}
         self._given: dict[int, ConstraintMatcher] = {}
         self._refused = 0
@@ -131,7 +132,8 @@ class Constraints:
             stats.guided_compile_seconds, stats.guided_cache_bytes = counts.seconds, counts.byte_count
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end, those of a compiler that is still being made too."""
+        self._closed.set()
         compiler = self._made()
         if compiler is not None:
             compiler.close()
@@ -156,7 +158,10 @@ class Constraints:
 
     def _make_it(self, making: "Future[Compiler]") -> None:
         try:
-            making.set_result(self._make())
+            compiler = self._make()
+            making.set_result(compiler)
+            if self._closed.is_set():
+                compiler.close()
         except Exception as error:  # whatever it is, requests must not wait for ever
             known = isinstance(error, UserError)
             logger.warning("constraints are refused: %s", error, exc_info=None if known else error)

@@ -8,6 +8,8 @@ import pytest
 
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.engine import build_runner
+from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.errors import ParameterError
 from bladellm_runtime.request import FinishReason
 from tests.engine.captured import Again, captured_llm
 from tests.engine.constrained import (
@@ -27,7 +29,9 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 
 RANDOM_WEIGHTS = {"load_format": "dummy"}
 
 
-@pytest.mark.parametrize("weights", [{}, RANDOM_WEIGHTS], ids=["trained", "random"])
+@pytest.mark.parametrize(
+    "weights", [pytest.param({}, marks=pytest.mark.slow), RANDOM_WEIGHTS], ids=["trained", "random"]
+)
 def test_answers_of_a_mixed_batch_satisfy_their_constraints(demo_model, weights):
     """Arrivals between steps, prompts in chunks, all ways of sampling; twice, the second time from the cache."""
     rng = random.Random()
@@ -49,7 +53,7 @@ def test_answers_of_a_mixed_batch_satisfy_their_constraints(demo_model, weights)
 
 def fixed(llm: LLM) -> list[Asked]:
     """Greedy requests, the same in every run: numbers differ in the last bit from one way of computing to another."""
-    return random_asked(random.Random(8), 18, llm.ready.vocab_size, GREEDY, tokens=(6, 24))
+    return random_asked(random.Random(8), 14, llm.ready.vocab_size, GREEDY, tokens=(6, 24))
 
 
 def greedy_tokens(llm: LLM, asked: list[Asked]) -> list[tuple[list[int], str, FinishReason | None]]:
@@ -84,13 +88,14 @@ def test_every_way_gives_the_same_greedy_tokens(demo_model, expected, mode):
     with LLM(str(demo_model), **OPTIONS, **MODES[mode]) as llm:
         asked = fixed(llm)
         assert greedy_tokens(llm, asked) == expected
-        assert greedy_tokens(llm, asked) == expected, "with prompts from the cache"
-        assert greedy_tokens(llm, unconstrained(asked)) == [
-            answer for one, answer in zip(asked, expected, strict=True) if one.kind is None
-        ]
+        if mode == "overlap":
+            assert greedy_tokens(llm, asked) == expected, "with prompts from the cache"
+            assert greedy_tokens(llm, unconstrained(asked)) == [
+                answer for one, answer in zip(asked, expected, strict=True) if one.kind is None
+            ]
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_captured_steps_give_the_same_greedy_tokens(demo_model, expected, monkeypatch, kernels):
     """Masks come between the replays of the forward pass and of sampling; with kernels, between other ones too."""
     if kernels:
@@ -101,27 +106,29 @@ def test_captured_steps_give_the_same_greedy_tokens(demo_model, expected, monkey
         assert capture.replays > 20
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_gives_way_goes_on_with_its_constraint(demo_model, expected, overlap):
-    room = 4 * 70 * token_bytes(demo_model) / 2**30
-    options = OPTIONS | {"kv_cache_gib": room, "max_model_len": 140, "disable_overlap": not overlap}
+    room = 144 * token_bytes(demo_model) / 2**30
+    options = OPTIONS | {"kv_cache_gib": room, "max_model_len": 128, "disable_overlap": not overlap}
     with LLM(str(demo_model), **options) as llm:
         assert greedy_tokens(llm, fixed(llm)) == expected
-        assert llm.stats().preemptions > 2
+        assert llm.stats().preemptions > 0
 
 
 def test_random_tokens_of_others_do_not_change(demo_model):
     rng = random.Random(3)
     with LLM(str(demo_model), **OPTIONS) as llm:
-        asked = random_asked(rng, 20, llm.ready.vocab_size)
+        asked = random_asked(rng, 14, llm.ready.vocab_size, tokens=(25,))
         alone = answers(llm, unconstrained(asked))
         beside = [answer for one, answer in zip(asked, answers(llm, asked), strict=True) if one.kind is None]
         assert [answer.tokens for answer in beside] == [answer.tokens for answer in alone]
 
 
-def test_log_probabilities_are_of_the_models_own_distribution(demo_model):
-    """Those of a constrained answer equal those of its tokens as part of a prompt, where no mask acts."""
+def test_log_probabilities_are_of_the_models_own_distribution(demo_model, monkeypatch):
+    """Those of a constrained answer equal those of its tokens as part of a prompt, where no mask acts. Captured steps
+    are sampled by what kernels would read."""
     for captured in (False, True):
+        monkeypatch.setattr(build_runner, "SamplingState", KernelState if captured else SamplingState)
         params = SamplingParams(temperature=0.0, max_tokens=30, logprobs=3)
         asked = Asked([40, 900, 77], "employee", params)
         sizes = {"cuda_graph_batch_sizes": [2], "cuda_graph_prefill_tokens": [8]} if captured else {}
@@ -203,3 +210,47 @@ def test_the_start_may_get_ready_for_json(demo_model):
         assert output.outputs[0].text.startswith("{")
         assert time.monotonic() - start < 5
         assert (before.guided_misses, llm.stats().guided_misses, llm.stats().guided_hits) == (1, 1, 1)
+
+
+def test_constraints_of_a_call_are_refused_with_their_reason(demo_model):
+    with LLM(str(demo_model), **OPTIONS) as llm:
+        params = SamplingParams(max_tokens=5)
+        with pytest.raises(ParameterError, match="guided_json and guided_regex cannot be combined"):
+            llm.generate(["x"], params, guided_regex="a", guided_json={"type": "object"})
+        with pytest.raises(ParameterError, match="guided_choice must be"):
+            llm.generate(["x"], params, guided_choice=[])
+        output, _ = llm.generate(["x", "y"], params, guided_regex="(a")
+        completion = output.outputs[0]
+        assert (completion.finish_reason, completion.error) == (FinishReason.ERROR, "constraint_refused")
+        assert completion.message.startswith("guided_regex cannot be used: a group is not closed")
+        assert llm.stats().guided_refused == 2
+        [output] = llm.generate(["x"], params, guided_grammar='start: "ab" | "c"')
+        assert output.outputs[0].text in ("ab", "c")
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "2 stages": {"pipeline_parallel_size": 2},
+    "2 ranks": {"tensor_parallel_size": 2},
+    "2 ranks, no overlap": {"tensor_parallel_size": 2, "disable_overlap": True},
+    "2 stages, no overlap": {"pipeline_parallel_size": 2, "disable_overlap": True},
+    "2 stages of 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "3 stages, 5 micro-batches": {"pipeline_parallel_size": 3, "pipeline_micro_batch": 5},
+    "3 stages, 1 micro-batch": {"pipeline_parallel_size": 3, "pipeline_micro_batch": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [ranks if number < 1 else pytest.param(ranks, marks=pytest.mark.slow) for number, ranks in enumerate(RANKS)],
+)
+def test_ranks_give_the_same_greedy_tokens(demo_model, expected, ranks):
+    """Only the first one has matchers: masks go to those that sample. All together, and one alone: its micro-batch is
+    then the only one that has anything to run."""
+    with LLM(str(demo_model), **OPTIONS, **RANKS[ranks]) as llm:
+        asked = fixed(llm)
+        assert greedy_tokens(llm, asked) == expected
+        assert greedy_tokens(llm, asked[:1]) == expected[:1]
+        rng = random.Random(4)
+        others = random_asked(rng, 8, llm.ready.vocab_size)
+        for one, answer in zip(others, answers(llm, others, rng), strict=True):
+            check(one, answer)

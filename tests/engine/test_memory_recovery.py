@@ -159,7 +159,8 @@ SWAPPING = {
 
 def answers(llm: LLM) -> list[tuple[list[int], str | None]]:
     params = [PARAMS[index % len(PARAMS)] for index in range(len(PROMPTS))]
-    return [(out.outputs[0].token_ids, out.outputs[0].error) for out in llm.generate(PROMPTS, params)]
+    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[3:7], params[3:7], guided_regex=r"[a-m ,]{1,90}")
+    return [(out.outputs[0].token_ids, out.outputs[0].error) for out in outputs]
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("options", [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}, SWAPPING], ids=str)
 def test_row_40_the_model_gives_the_same_tokens(demo_model, sabotage, overlap, options):
-    """Penalties, seeds, log-probabilities and cached prompts survive steps that were half done."""
+    """Penalties, seeds, log-probabilities, constraints and cached prompts survive steps that were half done."""
     flags = {"device": "cpu", "kv_cache_gib": 0.02, "dtype": "float32", "disable_overlap": not overlap} | options
     with LLM(str(demo_model), **flags) as llm:
         wanted = answers(llm)
