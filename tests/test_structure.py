@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ def sources(*packages: str) -> list[Path]:
     return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room_of(module: str) -> str | None:
     """The room a dotted module name lies in; None for other people's modules."""
     parts = module.split(".")
@@ -82,7 +88,7 @@ def module_name(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,7 +124,7 @@ def test_nothing_unsafe(path: Path) -> None:
     """No pickle in any dress, no evaluated text, no remote code, no shell."""
     for line, module in imports(path):
         assert module.split(".")[0] not in UNSAFE_MODULES, f"{path}:{line}"
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.Call):
             continue
         assert ast.unparse(node.func) not in UNSAFE_CALLS, f"{path}:{node.lineno}"
@@ -133,7 +139,7 @@ def test_nothing_unsafe(path: Path) -> None:
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
@@ -141,7 +147,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 def test_every_package_folder_says_what_it_is_for() -> None:
     for path in sources(*PACKAGES):
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+        assert ast.get_docstring(parsed(path)), f"{path} has no docstring"
 
 
 def blocks(document: str) -> list[str]:

@@ -4,13 +4,15 @@ Every text of the prepared schema satisfies the schema as given:
 
 - patterns mean what `regex_syntax.search` says, so that `.` takes no newline and `\\D` no digit;
 - formats whose grammar admits impossible values (29 February, leap seconds, long host names) become exact patterns;
+- a whole number that a bound excludes stays out also where the other bound is less than 1 away, which llguidance 1.9
+  forgets;
 - `minProperties` is refused where repeated keys could make up the number;
 - sizes are bounded, references stay inside the schema, recursion must have an end, and values and names hold no
   control characters.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from bladellm_runtime.guided import regex_syntax
 from bladellm_runtime.guided.pauses import breathe
@@ -55,6 +57,7 @@ def prepared(schema: Schema) -> Schema:
         raise SchemaError(f"it has more than {MAX_REFERENCES} different $ref")
     if not _ends(schema, references):
         raise SchemaError("it is unsatisfiable: its recursion ($ref) has no end")
+    _exclude_bounds(nodes)
     for node in nodes:
         breathe()
         _check_keywords(node, node is schema)
@@ -179,6 +182,33 @@ def _check_counts(node: Schema) -> None:
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if node.get("minProperties", 0) > max(1, surely) and not closed:
         raise SchemaError("minProperties above the number of required properties needs additionalProperties: false")
+
+
+def _exclude_bounds(nodes: list[Schema]) -> None:
+    """Rewrite `exclusiveMinimum: n`, n whole, to `minimum: n + a little` where an upper bound is less than 1 above n.
+
+    Bounds of different subschemas can meet (`allOf`), so any upper bound counts. The same for `exclusiveMaximum`.
+    """
+    for exclusive, inclusive, others, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        ends = [node[name] for node in nodes for name in others if _is_number(node.get(name))]
+        for node in nodes:
+            bound = node.get(exclusive)
+            if not _is_number(bound) or bound != int(bound) or not any(0 < sign * (end - bound) < 1 for end in ends):
+                continue
+            if abs(bound) > 1e6:
+                raise SchemaError(f"{exclusive} is less than 1 away from the other bound")
+            del node[exclusive]
+            given = node.get(inclusive, bound)
+            nearest = round(bound + sign * 1e-6, 6)
+            if _is_number(given):
+                node[inclusive] = max(given, nearest) if sign > 0 else min(given, nearest)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _rewrite_strings(node: Schema) -> None:

@@ -236,6 +236,7 @@ def _schema_grammar(constraint: Constraint) -> str:
 
 def _clause(problem: str) -> str:
     """The library's message as one short clause."""
-    lines = [line.strip() for line in problem.replace("<non-verbose/>", "").split("<backtrace>")[0].splitlines()]
+    said = re.split(r"<backtrace>|^\s*\d+ \| ", problem.replace("<non-verbose/>", ""), flags=re.MULTILINE)[0]
+    lines = [line.strip() for line in said.splitlines()]
     text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", " ".join(line for line in lines if line))
     return text[:200] or "it is too complex"

@@ -15,6 +15,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.place import Place
 from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.host import write_line
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class FrontEnds:
             process.kill()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("a process without the pipes it was started with")
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        write_line(process, msgspec.json.encode(launch) + b"\n")
         last_words, serving = "", self._serving[launch.number]
         async for line in process.stdout:
             last_words = line.decode().strip()
@@ -171,8 +172,7 @@ class FrontEnds:
 
     def _tell(self, order: Order) -> None:
         for process in self._processes.values():
-            if process.returncode is None and process.stdin is not None and not process.stdin.is_closing():
-                process.stdin.write(msgspec.json.encode(order) + b"\n")
+            write_line(process, msgspec.json.encode(order) + b"\n")
 
     def _kill(self, number: int) -> None:
         process = self._processes.get(number)

@@ -75,8 +75,7 @@ class ProcessHost:
             )
         except OSError as error:
             raise UserError(f"the engine command {self._command[0]} cannot be run: {error.strerror}") from error
-        if self._process.stdin is not None:
-            self._process.stdin.write(self._line)
+        write_line(self._process, self._line)
 
     async def wait(self) -> str:
         """Wait for the process; says its exit code or signal."""
@@ -192,6 +191,13 @@ class ForeignHost:
 
     async def stop(self, timeout: float) -> None:
         """Nothing: others use it."""
+
+
+def write_line(process: asyncio.subprocess.Process, line: bytes) -> None:
+    """Write to the standard input of a process; to one that has ended, nothing, as its exit code says the rest."""
+    # asyncio drops what is written to a broken pipe, uvloop raises once it has seen that the pipe is broken.
+    if process.stdin is not None and not process.stdin.is_closing():
+        process.stdin.write(line)
 
 
 def launch_line(address: str, args: EngineArgs) -> bytes:

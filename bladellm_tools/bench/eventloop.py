@@ -25,14 +25,15 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Cyclic garbage collection off: a full collection stops the client for longer than a token takes."""
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

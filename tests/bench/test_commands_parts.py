@@ -1,6 +1,7 @@
 """The parts of the commands that measure nothing: levels, turns, rules, secrets, merging."""
 
 import asyncio
+import gc
 import random
 import sys
 from itertools import pairwise
@@ -16,6 +17,7 @@ from bladellm_tools.bench.args import LevelArgs, OutputArgs, RunLevelArgs, Targe
 from bladellm_tools.bench.effects import check_effects
 from bladellm_tools.bench.endpoints import Endpoint, Server, parse_endpoint
 from bladellm_tools.bench.environment import environment, flags_in_effect, without_secrets
+from bladellm_tools.bench.eventloop import without_collector
 from bladellm_tools.bench.loads import CAPACITY_TOLERANCE, auto_loads, is_auto, loads_of, next_rate, split_commas
 from bladellm_tools.bench.merging import merged
 from bladellm_tools.bench.metrics import summarise
@@ -221,3 +223,15 @@ def test_the_recipes_of_the_repository_are_valid(recipe: Path) -> None:
     assert all(parse_endpoint(text) for text in effective["endpoint"])
     if effective["preset"] == "pai":
         assert (effective["input_len"], effective["output_len"], effective["num_requests"]) == (2000, 300, 300)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_level_leaves_the_collector_as_it_was(frozen: bool) -> None:
+    (gc.freeze if frozen else gc.unfreeze)()
+    try:
+        with without_collector():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > 0) == frozen
+    finally:
+        gc.freeze()  # as the tests' process had it

@@ -59,9 +59,9 @@ def test_a_freeze_shows_in_scheduled_times_and_hides_in_service_times() -> None:
     open_run, closed_run, capped_run = drive_together(
         mock,
         [
-            open_loop(50, arrival="constant", duration=8, min_requests=1),
-            (closed(1, 1)[0], LevelArgs(arrival="closed", duration=8, min_requests=1, warmup=0)),
-            open_loop(50, arrival="constant", duration=8, min_requests=1, max_inflight=1),
+            open_loop(50, arrival="constant", duration=4.5, min_requests=1),
+            (closed(1, 1)[0], LevelArgs(arrival="closed", duration=4.5, min_requests=1, warmup=0)),
+            open_loop(50, arrival="constant", duration=4.5, min_requests=1, max_inflight=1),
         ],
         tokens=2,
     )

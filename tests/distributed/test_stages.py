@@ -16,6 +16,7 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest
 from tests.distributed.stages import build_stages, run_requests
 from tests.engine.captured import Again
+from tests.engine.ties import assert_alike
 from tests.models.harness import VOCAB, random_prompt, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
 
@@ -48,7 +49,8 @@ def one_engine(folder, **options):
     return build_engine(EngineArgs(model=str(folder), **options))
 
 
-def assert_same(folder, stages, graphs=False, **options):
+def assert_same(folder, model, stages, graphs=False, **options):
+    """model: transformers' own."""
     prompts = [random_prompt(length) for length in (1, 30, 7, 19, 64, 2, 11, 23)]
     prompts += [prompts[4][:40] + random_prompt(5), prompts[1]]
     asked = ways(len(prompts))
@@ -57,9 +59,16 @@ def assert_same(folder, stages, graphs=False, **options):
     most = engine.core._runner.most
     engine.core.close()
     alone = one_engine(folder)
-    assert found == [run_requests(alone, prompts, asked) for _ in range(2)]
+    for tokens in found:
+        assert_all_alike(model, prompts, asked, tokens, run_requests(alone, prompts, asked))
     alone.core.close()
     return most
+
+
+def assert_all_alike(model, prompts, asked, found, expected):
+    for prompt, params, one, other in zip(prompts, asked, found, expected, strict=True):
+        assert len(one) == len(other) == params.max_tokens
+        assert_alike(model, prompt, params, one, other)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +76,8 @@ def assert_same(folder, stages, graphs=False, **options):
     [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY],
 )
 def test_tokens_are_those_of_one_stage(case, stages, graphs, tmp_path):
-    save_tiny(tmp_path, CASES[case][0], **CASES[case][1])
-    assert assert_same(tmp_path, stages, graphs, ragged_flash_max_batch_tokens=48) == stages + 1
+    model = save_tiny(tmp_path, CASES[case][0], **CASES[case][1])
+    assert assert_same(tmp_path, model, stages, graphs, ragged_flash_max_batch_tokens=48) == stages + 1
 
 
 @pytest.mark.parametrize(
@@ -80,19 +89,19 @@ def test_tokens_are_those_of_one_stage(case, stages, graphs, tmp_path):
     ],
 )
 def test_micro_batches(options, most, tmp_path):
-    save_tiny(tmp_path, "llama")
-    assert assert_same(tmp_path, 2, **options) == most
+    model = save_tiny(tmp_path, "llama")
+    assert assert_same(tmp_path, model, 2, **options) == most
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_quantized_layers(graphs, tmp_path):
-    Tiny(tmp_path, plan("compressed-tensors", SCHEMES["w4 g16 asymmetric"], ()), "qwen2", num_hidden_layers=4)
-    assert_same(tmp_path, 2, graphs)
+    tiny = Tiny(tmp_path, plan("compressed-tensors", SCHEMES["w4 g16 asymmetric"], ()), "qwen2", num_hidden_layers=4)
+    assert_same(tmp_path, tiny.reference, 2, graphs)
 
 
 def test_stages_give_way_alike_when_the_cache_is_full(tmp_path):
     """Uneven stages have room for the same tokens, whatever their layers take."""
-    save_tiny(tmp_path, "llama", num_hidden_layers=5)
+    model = save_tiny(tmp_path, "llama", num_hidden_layers=5)
     prompts = [random_prompt(20) for _ in range(7)]
     asked = [SamplingParams(max_tokens=110, ignore_eos=True, temperature=0.0)] * 7
     engine = build_stages(tmp_path, 3, **EAGER, kv_cache_gib=1e-4, max_model_len=140)
@@ -100,7 +109,7 @@ def test_stages_give_way_alike_when_the_cache_is_full(tmp_path):
     assert engine.core.stats(0.0).preemptions > 0
     engine.core.close()
     alone = one_engine(tmp_path)
-    assert found == run_requests(alone, prompts, asked)
+    assert_all_alike(model, prompts, asked, found, run_requests(alone, prompts, asked))
     alone.core.close()
 
 

@@ -25,8 +25,12 @@ PROMPTS = (
 @cache
 def load(folder: Path, device: str = "cpu") -> tuple[AutoModelForCausalLM, AutoTokenizer]:
     """Model in float32 and tokenizer, loaded once a test run."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return load_model(folder).to(device), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def load_model(folder: Path) -> AutoModelForCausalLM:
+    """Model in float32, of a folder that may have no tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 @torch.inference_mode()

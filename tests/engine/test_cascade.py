@@ -24,7 +24,8 @@ from tests.engine import reference
 from tests.engine.captured import Again
 from tests.engine.cascade_support import BothReads
 from tests.engine.test_equality import token_bytes
-from tests.engine.test_step_graphs import FAMILIES, FORMATS, drive, poison
+from tests.engine.test_step_graphs import FAMILIES, FORMATS, assert_same, drive, poison
+from tests.engine.ties import assert_alike
 from tests.models.harness import save_tiny
 from tests.support.cases import some_of, some_pairs
 
@@ -74,16 +75,6 @@ def common(one: list[int], other: list[int]) -> int:
     return next((index for index, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1), len(one))
 
 
-def assert_same(requests, one, other) -> None:
-    """Of aborted requests, which end somewhere, as far as both go."""
-    (tokens, aborted), (expected, missing) = one, other
-    for request in requests:
-        left, right = tokens[request.request_id], expected[request.request_id]
-        length = min(len(left), len(right))
-        assert left[:length] == right[:length], request
-        assert len(left) == len(right) or request.request_id in aborted | missing
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"attn_cls": "paged"}, pytest.param({"disable_overlap": True}, marks=pytest.mark.slow)]
 )
@@ -100,8 +91,11 @@ def test_a_system_prompt_gives_the_tokens_of_transformers(demo_model, always, op
     captured = always.call_count
     tokens, _ = answer(engine, requests, IN_TURN)
     assert always.call_count > captured + 20
-    for index, prompt in enumerate(prompts):
-        assert tokens[index] == reference.greedy(demo_model, prompt, 6 + index)
+    for request, prompt in zip(requests, prompts, strict=True):
+        found = tokens[request.request_id]
+        assert len(found) == request.params.max_tokens
+        best = reference.greedy(demo_model, prompt, len(found))
+        assert_alike(reference.load(demo_model)[0], prompt, request.params, found, best)
 
 
 @pytest.mark.parametrize("options", [{"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, {}])
@@ -116,7 +110,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, always, opti
     engine.core.close()
     assert always.call_count > captured
     eager = engine_of(demo_model, max_model_len=152, disable_cuda_graph=True, disable_prompt_cache=True)
-    assert_same(requests, found, answer(eager, requests, random.Random()))
+    assert_same(reference.load(demo_model)[0], requests, found, answer(eager, requests, random.Random()))
 
 
 @pytest.mark.parametrize("format", some_of(FORMATS, ("no_quant", "int8", "int4_affine", "fp8_e5m2")))
@@ -147,13 +141,13 @@ def test_logits_are_those_of_rows_that_read_alone(demo_model, always, format, at
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_tokens_of_eager_steps(tmp_path, always, family):
     """Layers with a window read for each row; a model of such layers alone has no captured steps of this kind."""
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    model = save_tiny(tmp_path, family, **FAMILIES[family])
     requests = random_requests(12, 97, (96, 128))
     engine = engine_of(tmp_path, Again(), max_model_len=240)
     assert (engine.core._runner.shared_rows > 0) == (family != "mistral")
     found = answer(engine, requests, random.Random())
     assert bool(always.call_count) == (family != "mistral")
-    assert_same(requests, found, answer(engine_of(tmp_path, disable_cuda_graph=True), requests, random.Random()))
+    assert_same(model, requests, found, answer(engine_of(tmp_path, disable_cuda_graph=True), requests, random.Random()))
 
 
 @pytest.mark.parametrize("options", [{"disable_prompt_cache": True}, {"kv_arena": "relocating"}])

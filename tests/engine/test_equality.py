@@ -9,6 +9,7 @@ import torch
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.models.config import read_model_spec
 from tests.engine import reference
+from tests.support.cases import some_of
 
 TOKENS = 64
 
@@ -57,7 +58,7 @@ def model(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some_of(WAYS, ("overlap", "chunks of 7, no overlap", "steps of 32 tokens")))
 def test_batch_of_16_equals_transformers(model, device, way):
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
     found, _ = run(model, prompts, device, **WAYS[way])

@@ -22,7 +22,7 @@ from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
-from tests.engine.test_step_graphs import FAMILIES, FORMATS, PROMPTS, drive, random_requests
+from tests.engine.test_step_graphs import FAMILIES, FORMATS, PROMPTS, assert_same, drive, random_requests
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
 
 SIZES = {"cuda_graph_batch_sizes": [9], "cuda_graph_prefill_tokens": [8, 20, 64, 200]}
@@ -165,12 +165,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
         engine.core.close()
         assert preemptions > 0 or "disable_cuda_graph" in way
     assert len(sizes) > 5
-    (tokens, aborted), (expected, missing) = found
-    for request in requests:
-        one, other = tokens[request.request_id], expected[request.request_id]
-        length = min(len(one), len(other))
-        assert one[:length] == other[:length], (request, options)
-        assert len(one) == len(other) or request.request_id in aborted | missing
+    assert_same(reference.load(demo_model)[0], requests, *found)
 
 
 def poison(capture: Again, graphs: MixedGraphs) -> None:

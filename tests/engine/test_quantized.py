@@ -14,7 +14,7 @@ from bladellm_runtime.quantization.registry import FORMATS
 from bladellm_runtime.quantization.scheme import Scheme
 from tests.engine import reference
 from tests.models.quantized import round_weight
-from tests.support.cases import some_pairs
+from tests.support.cases import some_of, some_pairs
 
 TOKENS = 24
 FILE = "model.safetensors"
@@ -79,7 +79,11 @@ def run(folder: Path, prompts: list[str], device: str, **options) -> list[list[i
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.fixture(scope="module", params=WEIGHT_ONLY, ids=" ".join)
+SAMPLE = [("compressed-tensors", "fp8 weights"), ("gptq", "w8a16"), ("awq", "w4a16 asymmetric")]
+"""What each format stores is tested with the formats, and the logits of each with the models."""
+
+
+@pytest.fixture(scope="module", params=some_of(WEIGHT_ONLY, SAMPLE), ids=" ".join)
 def weight_only(request, demo_model, tmp_path_factory):
     method, name = request.param
     return make_pair(demo_model, tmp_path_factory.mktemp("pair"), method, SCHEMES[name])
@@ -93,7 +97,7 @@ def test_a_batch_equals_transformers_with_the_dequantized_weights(weight_only, d
     assert run(weight_only.plain, list(reference.PROMPTS[:5]), device) == wanted
 
 
-@pytest.fixture(scope="module", params=["w4a16", "w8a8", "w8a8 static", "fp8"])
+@pytest.fixture(scope="module", params=some_of(["w4a16", "w8a8", "w8a8 static", "fp8"], ["w8a8", "fp8"]))
 def served(request, demo_model, tmp_path_factory):
     return make_pair(demo_model, tmp_path_factory.mktemp("pair"), "compressed-tensors", SCHEMES[request.param])
 

@@ -20,6 +20,7 @@ from bladellm_runtime.wire.messages import AddRequest
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
+from tests.engine.ties import assert_alike
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
 
 FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
@@ -200,11 +201,15 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch,
         assert (capture.replays > 50) == (graphs is not None)
         engine.core.close()
     assert preemptions > 0
+    assert_same(reference.load(demo_model)[0], requests, *found)
+
+
+def assert_same(model, requests: list[AddRequest], *found: tuple[dict[int, list[int]], set[int]]) -> None:
+    """Of aborted requests, which end somewhere, as far as both go. model: transformers' own."""
     (tokens, aborted), (expected, missing) = found
     for request in requests:
         one, other = tokens[request.request_id], expected[request.request_id]
-        length = min(len(one), len(other))
-        assert one[:length] == other[:length], (request, options)
+        assert_alike(model, request.prompt, request.params, one, other)
         assert len(one) == len(other) or request.request_id in aborted | missing
 
 

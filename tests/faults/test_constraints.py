@@ -125,8 +125,8 @@ def test_row_27_cheap_ones_are_served(server):
 
 def heavy_schema() -> dict[str, Any]:
     """It compiles for half a second; no two are the same."""
-    name = "".join(random.choices("abcdefgh", k=8))
-    return {"allOf": [{"anyOf": [{"properties": {f"{name}{i}{j}": {}}} for j in range(3)]} for i in range(6)]}
+    names = ["".join(random.choices("cdefgh", k=6)) for _ in range(180)]
+    return {"type": "object", "patternProperties": {f"^{name}[ab]*a[ab]{{9}}": {"type": "integer"} for name in names}}
 
 
 def longest_gap(arrivals: list[float], start: float, end: float) -> float:
@@ -144,17 +144,20 @@ def test_row_27_others_get_their_tokens_while_a_constraint_compiles(server):
 
     reader = threading.Thread(target=read)
     reader.start()
-    for _ in range(4):
-        start = time.monotonic()
-        ask_with(server, heavy_schema())
-        end = time.monotonic()
-        if longest_gap(arrivals, start, end) < (end - start) / 2:
-            break
-    else:
-        pytest.fail("no token came while constraints were compiled")
-    stream.abandon()
-    reader.join()
-    stream.close()
+    try:
+        assert any(goes_on(server, arrivals) for _ in range(4)), "no token came while constraints were compiled"
+    finally:
+        stream.abandon()
+        reader.join()
+        stream.close()
+
+
+def goes_on(server: LiveServer, arrivals: list[float]) -> bool:
+    """Whether tokens keep coming in while a constraint compiles, which is most of the time that its answer takes."""
+    start = time.monotonic()
+    ask_with(server, heavy_schema())
+    end = time.monotonic()
+    return longest_gap(arrivals, start, end) < (end - start) / 2
 
 
 def test_row_35_a_client_leaves_while_its_constraint_compiles(server):
@@ -205,7 +208,7 @@ def test_row_28_many_distinct_schemas(server, rounds):
 
 def ask_with(server: LiveServer, schema: dict[str, Any]) -> None:
     """Two tokens of an answer, of which the test does not look at the text."""
-    assert text_of(ask(server, COMPLETIONS, guided_json=schema, max_tokens=2))[1] == "length"
+    assert text_of(ask(server, COMPLETIONS, guided_json=schema, max_tokens=2))[1] in ("length", "stop")
 
 
 def test_row_29_a_constraint_that_leads_nowhere_ends_its_own_request_only(fake_server):

@@ -15,6 +15,7 @@ from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ra
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.decode_support import FORMATS, compiled_for_hopper, decode_case, plan
 from tests.kernels.interpreted import run_interpreted
+from tests.support.cases import some_of
 
 THIS = "tests.kernels.test_ragged_decode_triton"
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
@@ -37,9 +38,13 @@ def check_launch(format_name, dtype, heads, lens, programs, window=None, **optio
     assert_close(out, expected, dtype)
 
 
-def interpret_formats():
+def interpret_some_formats():
+    interpret_formats(random.sample(FORMATS, 3))
+
+
+def interpret_formats(formats=FORMATS):
     half, single = torch.float16, torch.float32
-    for format_name in FORMATS:
+    for format_name in formats:
         check_launch(format_name, half, (4, 2, 16), [1, 0, 129, 64, 65], 3, granule_tokens=128)
     check_launch("no_quant", single, (4, 2, 16), [1, 0, 129, 64, 65], 3)
     check_launch("int4_affine", single, (2, 2, 24), [63, 131], 2, granule_tokens=64)
@@ -107,8 +112,12 @@ def equal_cost(blocks, programs, segment_blocks):
     return max(len(part) + segment_blocks * len({sequence for sequence, _ in part}) for part in ranges)
 
 
-def interpret_plans():
-    for _ in range(40):
+def interpret_some_plans():
+    interpret_plans(12)
+
+
+def interpret_plans(count=100):
+    for _ in range(count):
         query_len = random.choice([1, 1, 4])
         most = random.choice([query_len, 70, 1000])
         lens = [random.choice([0, random.randint(query_len, most)]) for _ in range(random.randint(1, 20))]
@@ -122,7 +131,10 @@ def interpret_plans():
     assert check_plan([500] * 6 + [0] + [9000], None, 1, 64, 33, 2) >= 1
 
 
-@pytest.mark.parametrize("what", ["interpret_formats", "interpret_features", "interpret_plans"])
+INTERPRETED = ["interpret_some_formats", "interpret_features", "interpret_some_plans"]
+
+
+@pytest.mark.parametrize("what", some_of([*INTERPRETED, "interpret_formats", "interpret_plans"], INTERPRETED))
 def test_interpreted(what):
     pytest.importorskip("triton")
     run_interpreted(THIS, what)

@@ -54,9 +54,12 @@ def test_greedy_tokens_are_the_same_fused_and_apart(scheme, family, tmp_path, on
     with mock.patch.object(model.head, "normed", wraps=model.head.normed) as steps:
         found, fused_logits = greedy(model, prompt)
     assert steps.call_count == TOKENS
-    assert found == apart
-    assert (fused_logits - logits).abs().max() <= LAYER_ERROR * LINEARS * logits.abs().max()
     assert not torch.equal(fused_logits, logits)
+    limit = LAYER_ERROR * LINEARS * logits.abs().max()
+    same = next((index for index, pair in enumerate(zip(found, apart, strict=True)) if len(set(pair)) > 1), TOKENS)
+    assert (fused_logits - logits)[: same + 1].abs().max() <= limit
+    # Where two tokens are equally good but for this, either may come, and what follows is another text.
+    assert logits[same].max() - logits[same, found[same]] <= 2 * limit
 
 
 @pytest.mark.parametrize("rows", [3, 16, 29])

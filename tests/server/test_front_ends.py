@@ -6,15 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import psutil
 import pytest
+import uvloop
 
 from bladellm_runtime.config import ServingArgs
-from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_runtime.server import front_ends
+from bladellm_runtime.server.front_ends import FrontEnds
+from tests.support.late import start_too_late
 from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
 
 STALLED_ENGINE = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -204,7 +207,6 @@ def test_sigterm_lets_all_processes_finish_their_requests(server):
     pids = server.front_end_pids()
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(server.stop, 40)
-        time.sleep(0.5)
         for stream in [stream for several in streams.values() for stream in several]:
             last = stream.rest()[-1]
             assert last["choices"][0]["finish_reason"] == "length"
@@ -215,7 +217,7 @@ def test_sigterm_lets_all_processes_finish_their_requests(server):
 def test_a_second_signal_ends_the_requests_of_all_processes(server):
     streams = streams_by_front_end(server, 4)
     server.signal(signal.SIGTERM)
-    time.sleep(0.3)
+    until(lambda: server.request("/ready")[0] == 503, what="/ready at 503")
     server.signal(signal.SIGTERM)
     for stream in [stream for several in streams.values() for stream in several]:
         assert stream.rest()[-1]["error"]["code"] == "server_shutting_down"
@@ -247,6 +249,33 @@ def test_a_front_end_that_cannot_start_ends_the_server_with_its_sentence(tmp_pat
     assert str(caught.value).count("cannot be read: No such file or directory") == 1
     assert server.wait() == 2
     server.stop()
+
+
+def test_front_ends_that_end_before_they_are_told_anything_end_the_start_or_are_replaced(tmp_path, monkeypatch):
+    started = tmp_path / "started"
+    count_and_end = f"echo >> {started}; exit 7"
+    monkeypatch.setattr(front_ends, "COMMAND", ["sh", "-c", count_and_end])
+    monkeypatch.setattr(front_ends, "RESTART_SECONDS", 0.01)
+    start_too_late(monkeypatch)
+
+    async def body():
+        several = FrontEnds(ServingArgs(), tmp_path, listener, 2)
+        await several.start()
+        with pytest.raises(UserError, match="front end 1 exited with 7 before it could serve"):
+            await asyncio.wait_for(several._serving[1], 20)
+        await several.close(5)
+        several = FrontEnds(ServingArgs(), tmp_path, listener, 2)
+        several._serving[1] = asyncio.get_running_loop().create_future()
+        several._serving[1].set_result(None)  # as if the first one had served before
+        keeper = asyncio.create_task(several._keep(1))
+        await asyncio.wait({keeper}, timeout=0)
+        while len(started.read_text()) < 4:
+            await asyncio.wait({keeper}, timeout=0.01)
+            assert not keeper.done(), "nobody starts front end 1 any more"
+        keeper.cancel()
+
+    with socket.socket() as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
 
 
 def test_an_engine_that_dies_before_all_front_ends_serve_ends_the_start():

@@ -156,12 +156,18 @@ def test_row_63_numbers_out_of_range(item, capsys) -> None:
         (["--prt"], ["--prt"]),
     ],
 )
-def test_row_63_usage_errors(arguments: list[str], words: list[str]) -> None:
-    done = run_forked("blade_llm", *arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert all(word in done.stderr for word in words), done.stderr
+def test_row_63_usage_errors(arguments: list[str], words: list[str], capsys) -> None:
+    assert cli.guarded(lambda: cli.dispatch("blade_llm", arguments), debug=False) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert all(word in shown.err for word in words), shown.err
+
+
+def test_row_63_a_usage_error_of_a_process() -> None:
+    done = run_forked("blade_llm", "serve", "--prot", "1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "--port" in done.stderr
 
 
 def test_user_errors_keep_their_exit_code(capsys) -> None:

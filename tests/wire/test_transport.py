@@ -5,6 +5,7 @@ import itertools
 import os
 import stat
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -135,11 +136,15 @@ def test_receive_takes_all_waiting_messages_in_order(pair):
 
 def test_receive_waits_no_longer_than_asked(pair):
     _, port = pair
+    assert min(seconds_of(lambda: port.receive(0.0)) for _ in range(10)) < 0.02
+    assert 0.19 < min(seconds_of(lambda: port.receive(0.2)) for _ in range(2)) < 10.0
+
+
+def seconds_of(receive: Callable[[], list[object]]) -> float:
+    """How long it takes to receive nothing."""
     started = time.monotonic()
-    assert port.receive(0.0) == []
-    assert time.monotonic() - started < 0.05
-    assert port.receive(0.2) == []
-    assert 0.15 < time.monotonic() - started < 1.0
+    assert receive() == []
+    return time.monotonic() - started
 
 
 def send_many(port, message, count):
@@ -156,7 +161,7 @@ def test_a_front_end_that_stops_reading_cannot_hang_the_engine(pair, monkeypatch
     filler = StepOutput([RequestDelta(1, list(range(500)))], EngineStats())
     with pytest.raises(FrontEndGone):
         send_many(port, filler, 20 * transport.HIGH_WATER_MARK)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_sending_to_nobody_ends_too(monkeypatch):
@@ -276,7 +281,7 @@ def test_another_front_end_that_stops_reading_holds_nobody_up_and_is_reported_on
     filler = StepOutput([RequestDelta(one_id(2), list(range(500)))], EngineStats())
     started = time.monotonic()
     send_many(port, filler, 3 * transport.HIGH_WATER_MARK)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < transport.SEND_PATIENCE
     assert [fronts[0].receive(), fronts[0].receive()] == [READY, FrontEndStuck(2)]
     assert fronts[0].silent
     port.send(StepOutput([RequestDelta(one_id(0), [1])], EngineStats()))
