@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from bladellm_runtime.config import EngineArgs, check_parallel
+from bladellm_runtime.config import EngineArgs, check_lora, check_parallel
+from bladellm_runtime.engine.adapters import AdapterPreparer, Adapters, NoAdapters
 from bladellm_runtime.engine.build_runner import BuiltRunner, StartRecord, build_runner
 from bladellm_runtime.engine.cascade import sharing_rule
 from bladellm_runtime.engine.compile_kernels import keep_kernel_list
@@ -29,6 +30,8 @@ from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.factory import arena_kind
 from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.lora.policy import AdapterPolicy
+from bladellm_runtime.lora.store import AdapterStore
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.parallel import make_plan
@@ -65,6 +68,7 @@ def build_engine(args: EngineArgs, capture: Capture | None = None, home: Home | 
     has for the other ranks.
     """
     check_parallel(args)
+    check_lora(args)
     if args.node_rank:
         raise ConfigError(f"--node_rank {args.node_rank} has ranks only, and no engine; start it with blade_llm serve")
     record = StartRecord()
@@ -110,15 +114,16 @@ def make_engine(
     overlap, count = not args.disable_overlap, args.micro_batches
     scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
     constraints = Constraints(partial(make_compiler, args, folder, spec))
-    room = WaitingRoom([constraints])
+    adapters = make_adapters(args, built)
     core = EngineCore(
-        scheduler, runner, overlap=overlap, micro_batches=count, room=room, constraints=constraints
+        scheduler, runner, overlap=overlap, micro_batches=count,
+        room=WaitingRoom([constraints, adapters]), constraints=constraints, adapters=adapters,
     )  # fmt: skip
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         with runner.without_mixed_graphs():
-            warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
-        warm_up(core, limits, thorough=False)
+            warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count, adapted=args.enable_lora)
+        warm_up(core, limits, thorough=False, adapted=args.enable_lora)
     with record.times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)
     if args.enable_json_warmup:
@@ -130,6 +135,15 @@ def make_engine(
         ranked.serve()
     keep_kernel_list(args, folder, built.device)
     return Engine(core, announce(spec, built, record), folder, arena)
+
+
+def make_adapters(args: EngineArgs, built: BuiltRunner) -> Adapters:
+    """What an engine does about adapters."""
+    if built.loader is None:
+        return NoAdapters()
+    return AdapterPreparer(
+        AdapterStore(AdapterPolicy(args.max_loras, args.max_cpu_loras), built.loader), args.max_loras
+    )
 
 
 def make_compiler(args: EngineArgs, folder: Path, spec: ModelSpec) -> Compiler:

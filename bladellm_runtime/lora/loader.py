@@ -98,7 +98,7 @@ class AdapterLoader:
     def _copy(self, held: HostAdapter, slot: int, queued: torch.cuda.Event | Future[None] | None) -> None:
         numbers, scales = self._memory.numbers[slot], self._memory.scales[slot]
         if self._stream is None or not isinstance(queued, torch.cuda.Event):
-            if queued is not None:
+            if isinstance(queued, Future):
                 queued.result()
             numbers.copy_(held.numbers)
             scales.copy_(held.scales)
