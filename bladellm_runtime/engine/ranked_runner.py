@@ -16,7 +16,7 @@ from bladellm_runtime.engine.step_errors import DeviceLostError, GroupLostError,
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.ranks.channel import ChannelBroken
 from bladellm_runtime.ranks.group import Ranks
-from bladellm_runtime.ranks.messages import UseMixedGraphs, sample_message, step_message
+from bladellm_runtime.ranks.messages import AdapterMoved, RankOrder, UseMixedGraphs, sample_message, step_message
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.wire.messages import EngineStats
 
@@ -104,6 +104,16 @@ class RankedRunner:
         """As the runner's. Raises `GroupLostError`: an idle engine learns of it here."""
         self._check()
         self._runner.add_stats(stats)
+
+    def send(self, order: RankOrder) -> None:
+        """Have the other ranks do something behind the steps launched so far."""
+        with self._lost_group():
+            self._ranks.send(order)
+
+    def moved_adapters(self) -> list[AdapterMoved]:
+        """What the other ranks have reported of adapters since the last call."""
+        self._check()
+        return self._ranks.moved_adapters()
 
     def serve(self) -> None:
         """The start is over, on every rank."""

@@ -85,6 +85,21 @@ class SampleStep(msgspec.Struct, tag="sample", frozen=True, array_like=True):
     masks: bytes
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, array_like=True):
+    """A `Move` of an adapter, behind the steps sent before. Answered by an `AdapterMoved`, in the order of moves."""
+
+    adapter: str
+    slot: int
+    read: bool
+    dropped: str | None
+
+
+class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True, array_like=True):
+    """Let go of the host's copy of an adapter."""
+
+    adapter: str
+
+
 class UseMixedGraphs(msgspec.Struct, tag="mixed_graphs", frozen=True, array_like=True):
     """From here on steps with prefill chunks are replayed, or launched operator by operator; no step is in flight."""
 
@@ -99,7 +114,7 @@ class CloseRank(msgspec.Struct, tag="close", frozen=True, array_like=True):
     """Finish what is in flight, release everything and exit."""
 
 
-RankOrder = RunStep | SampleStep | UseMixedGraphs | Serve | CloseRank
+RankOrder = RunStep | SampleStep | LoadAdapter | DropAdapter | UseMixedGraphs | Serve | CloseRank
 
 
 class Numbered(msgspec.Struct, frozen=True, array_like=True):
@@ -134,6 +149,14 @@ class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
     own: bool
 
 
+class AdapterMoved(msgspec.Struct, tag="adapter_moved", frozen=True, array_like=True):
+    """A rank has an adapter in its slot; error: why it has not."""
+
+    rank: int
+    adapter: str
+    error: str | None
+
+
 class StepDone(msgspec.Struct, frozen=True, array_like=True):
     """What a step of a pipeline produced; from its last stage."""
 
@@ -141,7 +164,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True):
     result: StepResult
 
 
-RankReport = Hello | Pulse | RankFailed
+RankReport = Hello | Pulse | RankFailed | AdapterMoved
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 # A decoder's type parameter cannot be a union for mypy, hence the annotation.
