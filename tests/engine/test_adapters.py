@@ -1,11 +1,13 @@
 """Engines with LoRA adapters answer as merged models do, whatever else goes on."""
 
+import copy
 import random
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +20,7 @@ from bladellm_runtime.wire.messages import AddRequest, MoveAdapter, RequestDelta
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import token_bytes
+from tests.engine.test_quantized import SCHEMES, make_pair
 from tests.lora.folders import TENSORS, edit_tensors, merged, save_adapter
 
 TOKENS = 10
@@ -92,19 +95,20 @@ def mix(family: Family, count: int) -> tuple[list[str], list[Path | None]]:
     return [random.choice(reference.PROMPTS) for _ in chosen], chosen
 
 
-SLOW = ["no overlap", "relocating", "no prompt cache", "paged"]
-EVERY = [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS]
+SAMPLE = [("overlap", True), ("chunks of 7", False)]
+EVERY = [(way, captured) for way in WAYS for captured in (False, True)]
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize(
+    ("way", "captured"), [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY]
+)
 def test_any_mix_answers_as_merged_models(demo_model, device, family, way, captured):
     """Five adapters and the base in two slots: they come and go, and nobody notices."""
     capture = Again() if captured and device == "cpu" else None
     options = SHAPE | WAYS[way] | {"max_loras": 2, "max_cpu_loras": 3, "device": device}
     with captured_llm(str(demo_model), capture, **options, **(GRAPHS if captured else {})) as llm:
         for params in (PLAIN, SCORED):
-            ask(llm, family, *mix(family, 12), params)
+            ask(llm, family, *mix(family, 8), params)
         stats = llm.stats()
         assert stats.lora_slots == 2
         assert stats.lora_loads >= 5
@@ -214,11 +218,11 @@ def test_a_waiting_adapter_is_not_kept_away_by_others(demo_model, family):
         core, ended = llm._engine.core, []
         core.add(request(1, one))
         core.add(request(2, two))
-        for number in range(3, 60):
+        for number in range(3, 30):
             core.add(request(number, one))
             ended += [delta.request_id for delta in core.step() if delta.finish is not None]
         ended += [delta.request_id for delta in drain(llm) if delta.finish is not None]
-        assert len(ended) == 59
+        assert len(ended) == 29
         assert ended.index(2) <= 3
 
 
@@ -226,13 +230,13 @@ def test_requests_that_end_while_their_adapter_is_on_its_way(demo_model, family)
     with LLM(str(demo_model), device="cpu", **SHAPE | {"max_loras": 1}) as llm:
         core = llm._engine.core
         deltas = []
-        for number in range(1, 31):
+        for number in range(1, 17):
             deltas += core.add(request(number, random.choice(family.adapters)))
             if number % 2:
                 deltas += core.step()
                 deltas += core.abort([random.randint(1, number)])
         ended = terminal(drain(llm, deltas))
-        assert sorted(ended) == list(range(1, 31))
+        assert sorted(ended) == list(range(1, 17))
         assert {delta.finish for delta in ended.values()} == {FinishReason.ABORT, FinishReason.LENGTH}
         assert llm.stats().lora_used == 0
         ask(llm, family, ["The"], [family.adapters[3]])
@@ -335,6 +339,71 @@ def last_tensor(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return dict([max(load_file(folder / TENSORS).items())])
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("w4a16", "gptq"), pytest.param("w8a16", "compressed-tensors", marks=pytest.mark.slow)],
+)
+def test_quantized_layers_take_adapters(demo_model, device, family, tmp_path, name, method):
+    pair = make_pair(demo_model, tmp_path, method, SCHEMES[name])
+    base, _ = reference.load(pair.plain)
+    quantized = copy.copy(family)
+    quantized.models = {None: base} | {adapter: merged(base, adapter) for adapter in family.adapters}
+    with LLM(str(pair.quantized), device=device, **SHAPE | {"max_loras": 3}) as llm:
+        ask(llm, quantized, *mix(family, 8))
+
+
+def test_trained_adapters_answer_as_merged_models(target_model, device):
+    """Alone and in one batch with the base, in absolute terms."""
+    base, _ = reference.load(target_model)
+    folders = [target_model.parent / "adapters" / name for name in ("gsm8k", "pep")]
+    models = {None: base} | {folder: merged(base, folder) for folder in folders}
+    with LLM(str(target_model), device=device, **SHAPE) as llm:
+        for asked in ([None, *folders], folders[:1], folders[1:]):
+            outputs = llm.generate(list(reference.PROMPTS[: len(asked)]), SCORED, lora=asked)
+            for output, folder in zip(outputs, asked, strict=True):
+                ids = output.prompt_token_ids + output.outputs[0].token_ids
+                with torch.inference_mode():
+                    scores = models[folder](torch.tensor([ids])).logits[0].float().log_softmax(-1)
+                entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
+                found = torch.tensor([entry.logprobs[0] for entry in entries])
+                wanted = scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+                assert (found - wanted).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_adapters_come_and_go_under_load(demo_model, device, family, tmp_path, count):
+    """Each is asked for once, beside the base and others; no request is lost, and no memory of hosts or slots."""
+    folders = [family.adapters[number % 5] for number in range(count)]
+    names = [tmp_path / f"{number}" for number in range(count)]
+    for name, folder in zip(names, folders, strict=True):
+        name.symlink_to(folder)
+    with LLM(str(demo_model), device=device, **SHAPE | {"max_loras": 3, "max_cpu_loras": 4}) as llm:
+        core, deltas, sizes = llm._engine.core, [], []
+        for number, name in enumerate(names):
+            deltas += core.add(request(2 * number, name, 4, [7, 8, 9])) + core.add(request(2 * number + 1, "", 4))
+            deltas += core.step()
+            if number in (count // 2, count - 1):
+                deltas = drain(llm, deltas)
+                sizes.append(psutil.Process().memory_info().rss)
+        ended = terminal(deltas)
+        assert sorted(ended) == list(range(2 * count))
+        assert {delta.finish for delta in ended.values()} == {FinishReason.LENGTH}
+        first: dict[int, int] = {}
+        for delta in deltas:
+            for token in delta.tokens:
+                first.setdefault(delta.request_id, token)
+        with torch.inference_mode():
+            logits = [family.models[folder](torch.tensor([[7, 8, 9]])).logits[0, -1] for folder in family.adapters]
+        for number in range(count):
+            wanted = logits[number % 5]
+            assert wanted.max() - wanted[first[2 * number]] <= LIMIT * max(1.0, float(wanted.abs().max()))
+        stats = llm.stats()
+        assert (stats.lora_loads, stats.lora_evictions) == (count, count - 3)
+        assert len(core._adapters._store._loader._copies) + len(core._adapters._store._loader._spare) <= 4
+        assert sizes[1] - sizes[0] < 64 << 20
+        core.check()
 
 
 def test_the_memory_of_slots_is_told(demo_model, device):
