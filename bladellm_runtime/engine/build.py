@@ -21,6 +21,7 @@ from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.rank_place import RankPlace
+from bladellm_runtime.engine.ranked_loader import RankedLoader
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
@@ -114,7 +115,7 @@ def make_engine(
     overlap, count = not args.disable_overlap, args.micro_batches
     scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
     constraints = Constraints(partial(make_compiler, args, folder, spec))
-    adapters = make_adapters(args, built)
+    adapters = make_adapters(args, built, ranked)
     core = EngineCore(
         scheduler, runner, overlap=overlap, micro_batches=count,
         room=WaitingRoom([constraints, adapters]), constraints=constraints, adapters=adapters,
@@ -137,13 +138,12 @@ def make_engine(
     return Engine(core, announce(spec, built, record), folder, arena)
 
 
-def make_adapters(args: EngineArgs, built: BuiltRunner) -> Adapters:
-    """What an engine does about adapters."""
+def make_adapters(args: EngineArgs, built: BuiltRunner, ranked: RankedRunner | None) -> Adapters:
+    """What an engine does about adapters. ranked: as in `make_engine`."""
     if built.loader is None:
         return NoAdapters()
-    return AdapterPreparer(
-        AdapterStore(AdapterPolicy(args.max_loras, args.max_cpu_loras), built.loader), args.max_loras
-    )
+    loader = built.loader if ranked is None else RankedLoader(built.loader, ranked, args.world_size)
+    return AdapterPreparer(AdapterStore(AdapterPolicy(args.max_loras, args.max_cpu_loras), loader), args.max_loras)
 
 
 def make_compiler(args: EngineArgs, folder: Path, spec: ModelSpec) -> Compiler:
