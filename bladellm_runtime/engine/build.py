@@ -139,7 +139,7 @@ def make_engine(
 
 
 def make_adapters(args: EngineArgs, built: BuiltRunner, ranked: RankedRunner | None) -> Adapters:
-    """What an engine does about adapters: rank 0 decides, and all ranks load."""
+    """What an engine does about adapters. ranked: as in `make_engine`."""
     if built.loader is None:
         return NoAdapters()
     loader = built.loader if ranked is None else RankedLoader(built.loader, ranked, args.world_size)

@@ -43,19 +43,22 @@ class Follower:
         in_flight: int,
         results: ResultSender | None = None,
         loader: AdapterLoader | None = None,
+        rank: int = 1,
     ) -> None:
         """in_flight: steps, at most, as on rank 0. results: where to report them; dropped when None. loader: of
-        adapters, None without LoRA."""
+        adapters, None where there are no slots for any. rank: this one, which reports what became of them."""
         self._runner = runner
         self._port = port
         self._pulses = pulses
         self._in_flight = in_flight
         self._results = results
+        self._loader = loader
+        self._rank = rank
+        self._loading = 0
+        """Adapters whose outcome is to be reported."""
         self._steps: deque[tuple[int, Any]] = deque()
         self._unsampled = False
         """Whether the masks of the step launched last are to come: nothing else comes before them."""
-        self._loader = loader
-        self._moving = 0
         self._starting = ExitStack()
         self._eager = ExitStack()
 
@@ -73,7 +76,7 @@ class Follower:
                 self._follow(order)
             elif self._steps and not self._waits_for_masks() and self._runner.finished(self._steps[0][1]):
                 self._collect()
-            elif self._steps and self._results is not None:
+            elif self._results is not None:
                 time.sleep(NAP_SECONDS)
             self._report_adapters()
             self._pulses.done = self._pulses.begun - len(self._steps)
@@ -86,7 +89,7 @@ class Follower:
 
     def _patience(self) -> float | None:
         if not self._steps:
-            return POLL_SECONDS if self._moving else None
+            return POLL_SECONDS if self._loading else None
         return POLL_SECONDS if self._results is None else 0.0
 
     def _waits_for_masks(self) -> bool:
@@ -106,8 +109,11 @@ class Follower:
                     raise ChannelBroken(f"masks of step {order.step} came when step {step} had been launched")
                 self._steps.append((step, self._runner.sample(launched, read_masks(order))))
                 self._unsampled = False
-            case LoadAdapter() | DropAdapter():
-                self._move_adapter(order)
+            case LoadAdapter(adapter, slot, read, dropped, evicted) if self._loader is not None:
+                self._loader.begin(Move(adapter, slot, read, dropped, evicted))
+                self._loading += 1
+            case DropAdapter(adapter) if self._loader is not None:
+                self._loader.drop(adapter)
             case UseMixedGraphs(on):
                 self._collect_all()
                 self._eager.close()
@@ -117,20 +123,11 @@ class Follower:
                 self._starting.close()
                 self._pulses.serving = True
 
-    def _move_adapter(self, order: LoadAdapter | DropAdapter) -> None:
-        if self._loader is None:
-            raise ChannelBroken("an adapter came to a rank without slots for any")
-        if isinstance(order, DropAdapter):
-            self._loader.drop(order.adapter)
-            return
-        self._moving += 1
-        self._loader.begin(Move(order.adapter, order.slot, order.read, order.dropped))
-
     def _report_adapters(self) -> None:
-        for outcome in self._loader.poll() if self._moving and self._loader is not None else ():
-            self._moving -= 1
+        for outcome in [] if self._loader is None else self._loader.poll():
+            self._loading -= 1
             error = None if outcome.error is None else str(outcome.error)
-            self._port.send(AdapterMoved(self._pulses.rank, outcome.adapter, error))
+            self._port.send(AdapterMoved(self._rank, outcome.adapter, error))
 
     def _collect(self) -> None:
         step, launched = self._steps[0]

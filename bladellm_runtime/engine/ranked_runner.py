@@ -54,12 +54,10 @@ class RankedRunner:
     @contextmanager
     def without_mixed_graphs(self) -> Iterator[None]:
         """As the runner's, on every rank."""
-        with self._lost_group():
-            self._ranks.send(UseMixedGraphs(False))
+        self.send(UseMixedGraphs(False))
         with self._runner.without_mixed_graphs():
             yield
-        with self._lost_group():
-            self._ranks.send(UseMixedGraphs(True))
+        self.send(UseMixedGraphs(True))
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step on all ranks."""
@@ -106,14 +104,14 @@ class RankedRunner:
         self._runner.add_stats(stats)
 
     def send(self, order: RankOrder) -> None:
-        """Have the other ranks do something behind the steps launched so far."""
+        """Have the other ranks do something behind what they were told before."""
         with self._lost_group():
             self._ranks.send(order)
 
-    def moved_adapters(self) -> list[AdapterMoved]:
-        """What the other ranks have reported of adapters since the last call."""
+    def adapters_moved(self) -> list[AdapterMoved]:
+        """What became of adapters on the other ranks since the last call. Raises `GroupLostError`."""
         self._check()
-        return self._ranks.moved_adapters()
+        return self._ranks.adapters_moved()
 
     def serve(self) -> None:
         """The start is over, on every rank."""

@@ -6,11 +6,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import ConfigError
@@ -21,7 +21,7 @@ from bladellm_runtime.ranks.launch import (
     read_secret,
     start_rank,
 )
-from bladellm_runtime.ranks.messages import AdapterMoved, CloseRank, Hello, RankOrder, RankReport, Serve
+from bladellm_runtime.ranks.messages import AdapterMoved, CloseRank, Hello, RankOrder, Serve
 from bladellm_runtime.ranks.results import ResultReceiver
 from bladellm_runtime.ranks.watchdog import Watchdog
 
@@ -71,6 +71,7 @@ class Ranks:
         self.on_failure: list[Callable[[], None]] = []
         self.done = 0
         """Orders that rank 0 has finished, to be kept up to date."""
+        self._moved: SimpleQueue[AdapterMoved] = SimpleQueue()
         self._home = home
         self._guarded = False
         self._flags = flags_of(args)
@@ -85,8 +86,6 @@ class Ranks:
         except ChannelBroken as error:
             raise ConfigError(f"{error}; --dist_init_addr must be a free port of this host") from error
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._reports: deque[RankReport] = deque()
-        self._moved: deque[AdapterMoved] = deque()
         self._closing = threading.Event()
         self._decided = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -119,10 +118,10 @@ class Ranks:
         """Have every rank do something. Raises `ChannelBroken`."""
         self._channel.send(order)
 
-    def moved_adapters(self) -> list[AdapterMoved]:
-        """What ranks have reported of adapters since the last call."""
-        self._take_reports()
-        return [self._moved.popleft() for _ in range(len(self._moved))]
+    def adapters_moved(self) -> list[AdapterMoved]:
+        """What became of adapters on the other ranks since the last call; once all have said hello."""
+        self._hear()  # the watching thread looks ten times a second, and requests wait for this
+        return [self._moved.get_nowait() for _ in range(self._moved.qsize())]
 
     def serve(self) -> None:
         """The start is over. Raises `ChannelBroken`."""
@@ -189,21 +188,14 @@ class Ranks:
     def _hear(self) -> str | None:
         """Take the reports; returns what is wrong with the flags of a rank."""
         problems = []
-        self._take_reports()
-        while self._reports:
-            report = self._reports.popleft()
-            self._dog.hear(report, time.monotonic())
-            if isinstance(report, Hello):
-                problems.append(self._differs(report))
-        return next(filter(None, problems), None)
-
-    def _take_reports(self) -> None:
-        """Take what has come; called by the thread that watches the ranks and by the one that launches steps."""
         for report in self._channel.reports():
-            if isinstance(report, AdapterMoved):
-                self._moved.append(report)
-            else:
-                self._reports.append(report)
+            self._dog.hear(report, time.monotonic())
+            match report:
+                case Hello():
+                    problems.append(self._differs(report))
+                case AdapterMoved():
+                    self._moved.put(report)
+        return next(filter(None, problems), None)
 
     def _differs(self, hello: Hello) -> str | None:
         for name, value in self._flags.items():

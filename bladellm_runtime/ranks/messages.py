@@ -86,12 +86,13 @@ class SampleStep(msgspec.Struct, tag="sample", frozen=True, array_like=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, array_like=True):
-    """A `Move` of an adapter, behind the steps sent before. Answered by an `AdapterMoved`, in the order of moves."""
+    """A `Move` of an adapter, beside the steps: those before it may read its slot, others once all ranks report it."""
 
     adapter: str
     slot: int
     read: bool
     dropped: str | None
+    evicted: str | None
 
 
 class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True, array_like=True):
@@ -141,20 +142,20 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True, array_like=True):
     on_device: bool
 
 
+class AdapterMoved(msgspec.Struct, tag="adapter", frozen=True, array_like=True):
+    """What became of a `LoadAdapter`; error: why it was given up, None where the adapter is in its slot."""
+
+    rank: int
+    adapter: str
+    error: str | None
+
+
 class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
     """A rank ends. own: for a reason of its own, and not because another one no longer answers."""
 
     rank: int
     message: str
     own: bool
-
-
-class AdapterMoved(msgspec.Struct, tag="adapter_moved", frozen=True, array_like=True):
-    """A rank has an adapter in its slot; error: why it has not."""
-
-    rank: int
-    adapter: str
-    error: str | None
 
 
 class StepDone(msgspec.Struct, frozen=True, array_like=True):
@@ -164,7 +165,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True):
     result: StepResult
 
 
-RankReport = Hello | Pulse | RankFailed | AdapterMoved
+RankReport = Hello | Pulse | AdapterMoved | RankFailed
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 # A decoder's type parameter cannot be a union for mypy, hence the annotation.

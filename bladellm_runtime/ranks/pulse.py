@@ -27,7 +27,7 @@ class Pulses:
         self.done = 0
         self.on_device = False
         self.serving = False
-        self.rank = rank
+        self._rank = rank
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = connect(self._context, address, b"%d" % rank + PULSE, secret)
         self._closing = threading.Event()
@@ -47,7 +47,7 @@ class Pulses:
         heard = time.monotonic()
         while not self._closing.wait(PULSE_SECONDS):
             try:
-                self._socket.send(encode(Pulse(self.rank, self.begun, self.done, self.on_device)), zmq.NOBLOCK)
+                self._socket.send(encode(Pulse(self._rank, self.begun, self.done, self.on_device)), zmq.NOBLOCK)
             except zmq.Again:
                 logger.debug("rank 0 takes no reports")
             while self._socket.poll(0):

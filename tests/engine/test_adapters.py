@@ -16,6 +16,7 @@ from tests.conftest import DEMO
 from tests.engine import reference
 from tests.engine.adapted import GREEDY, TOKENS, Family, ask, logprobs, make_family
 from tests.engine.captured import Again, captured_llm
+from tests.engine.test_cascade import always  # noqa: F401
 from tests.engine.test_equality import token_bytes
 from tests.engine.test_quantized import SCHEMES, WEIGHT_ONLY, make_pair
 from tests.lora import folders
@@ -97,14 +98,15 @@ def count_adapted(runner) -> dict[str, int]:
     return counts
 
 
-def test_rows_of_one_adapter_that_share_a_beginning_are_not_read_at_once(family):
-    """Rows without adapters may be: of one prompt, side by side, with and without."""
-    long = list(range(40, 240))
+def test_only_rows_without_adapters_read_once_what_they_share(family, always):  # noqa: F811
+    """Of one prompt, side by side: `always` counts the reads."""
+    long = list(range(40, 140))
     prompts = [[*long, number] for number in range(6)]
-    sizes = {"cuda_graph_batch_sizes": [4, 12]}
-    with captured_llm(str(DEMO), Again(), **OPTIONS, **sizes) as llm:
+    with captured_llm(str(DEMO), Again(), **OPTIONS, cuda_graph_batch_sizes=[4, 12]) as llm:
         for adapters in ([0] * 6, [-1] * 6, [0, -1, 0, -1, 0, 1]):
+            before = always.call_count
             ask(llm, family, prompts, adapters)
+            assert (always.call_count > before) == (adapters == [-1] * 6)
 
 
 def test_log_probabilities_are_those_of_merged_weights(family):
@@ -264,3 +266,38 @@ def test_adapters_come_and_go_under_load(family, tmp_path, count):
             model = family.base if adapter < 0 else folders.merged(family.base, many.folders[adapter])
             Family(model).check(-1, outputs[number])
         llm._engine.core.check()
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "2 ranks": {"tensor_parallel_size": 2},
+    "2 stages": {"pipeline_parallel_size": 2},
+    "3 ranks": {"tensor_parallel_size": 3},
+    "2 stages of 2, no overlap": {
+        "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "disable_overlap": True,
+    },
+    "2 ranks, chunks of 7": {
+        "tensor_parallel_size": 2, "prefill_chunk_tokens": 7, "ragged_flash_max_batch_tokens": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", some_of(RANKS, ["2 stages"]))
+def test_ranks_give_the_tokens_of_merged_weights(family, tmp_path, ranks):
+    """Each has its share of every adapter; one that a single rank cannot have is refused, and others go on."""
+    broken = tmp_path / "broken"
+    shutil.copytree(family.folders[0], broken)
+    last = f"{folders.PREFIX}model.layers.{family.base.config.num_hidden_layers - 1}.self_attn.q_proj.lora_B.weight"
+    matrix = folders.load_file(broken / folders.TENSORS)[last]
+    matrix[-1, 0] = torch.nan  # what the last rank holds
+    folders.edit_tensors(broken, **{last: matrix})
+    with LLM(str(DEMO), **OPTIONS, **RANKS[ranks]) as llm:
+        for _ in range(2):
+            ask(llm, family, PROMPTS, MIX)
+            lora = [broken, *(family.folders[number] for number in range(ADAPTERS)), broken]
+            outputs = llm.generate(PROMPTS[:6], GREEDY, lora=lora)
+            for output in (outputs[0], outputs[-1]):
+                assert output.outputs[0].error == "adapter_refused"
+                assert "finite" in output.outputs[0].message
+            for adapter, output in enumerate(outputs[1:-1]):
+                family.check(adapter, output)
+        assert llm.stats().lora_used == 0

@@ -57,7 +57,7 @@ class Others:
         for rank in self.ranks:
             rank.drop(order.adapter) if isinstance(order, DropAdapter) else rank.begin(order)
 
-    def moved_adapters(self) -> list[AdapterMoved]:
+    def adapters_moved(self) -> list[AdapterMoved]:
         ready = [(number, rank) for number, rank in enumerate(self.ranks, 1) if rank.moves and random.random() < 0.5]
         return [AdapterMoved(number, *rank.carry_out()) for number, rank in ready]
 
