@@ -74,17 +74,12 @@ class EngineArgs:
     ragged_flash_max_batch_tokens: int | None = flag(
         None,
         "Most tokens in one step, decode rows and prefill chunks together; default: 8192 on a GPU, 2048 on a CPU.",
-        group="Engine",
-        low=1,
-        high=2**20,
-    )
+        group="Engine", low=1, high=2**20,
+    )  # fmt: skip
     prefill_chunk_tokens: int | None = flag(
-        None,
-        "Most prompt tokens of one request in one step; default: the whole step.",
-        group="Engine",
-        low=1,
-        high=2**20,
-    )
+        None, "Most prompt tokens of one request in one step; default: the whole step.",
+        group="Engine", low=1, high=2**20,
+    )  # fmt: skip
     target_tbt_ms: float | None = flag(
         None,
         "Milliseconds that a step may take while requests decode: prompts are prefilled in chunks that fit, larger "
@@ -92,12 +87,9 @@ class EngineArgs:
         group="Engine", low=0, high=60_000,
     )  # fmt: skip
     max_gpu_memory_utilization: float = flag(
-        0.9,
-        "Share of the device's memory to use; what weights leave of it is KV cache.",
-        group="Engine",
-        low=0.05,
-        high=1.0,
-    )
+        0.9, "Share of the device's memory to use; what weights leave of it is KV cache.",
+        group="Engine", low=0.05, high=1.0,
+    )  # fmt: skip
     kv_cache_gib: float | None = flag(
         None, "KV cache of a rank in GiB instead of a share of the memory (on a CPU the default is 4 a host).",
         group="KV cache", low=0.0001, high=100_000,
@@ -184,6 +176,20 @@ class EngineArgs:
     disable_cuda_graph: bool = flag(
         False, "Launch all steps operator by operator instead of as CUDA graphs.", group="Engine"
     )
+    guided_backend: Literal["llguidance", "fsm"] = flag(
+        "llguidance", "What follows constraints; fsm: our own automata, for guided_regex and guided_choice alone.",
+        group="Guided decoding",
+    )  # fmt: skip
+    guided_cache_mib: float = flag(
+        256.0, "Memory for compiled constraints in MiB.", group="Guided decoding", low=0.001, high=2**20
+    )
+    guided_deadline: float = flag(
+        5.0, "Seconds that a constraint may take to compile; more is refused.",
+        group="Guided decoding", low=0.001, high=3600,
+    )  # fmt: skip
+    enable_json_warmup: bool = flag(
+        False, "Get ready for JSON constraints at the start, not at the first one.", group="Guided decoding"
+    )
     disable_frontend_multiprocessing: bool = flag(
         False, "Run the engine in a thread of the front end's process (tests, debugging).", group="Engine"
     )
@@ -197,6 +203,8 @@ class EngineArgs:
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
                 raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
+        if self.enable_json_warmup and self.guided_backend == "fsm":
+            raise ConfigError("--enable_json_warmup needs --guided_backend llguidance; fsm has no JSON constraints")
 
     @property
     def world_size(self) -> int:
@@ -260,29 +268,20 @@ class ServingArgs(EngineArgs):
         8.0, "Largest request body in MiB; more is answered 413.", group="Server", low=0.001, high=1024
     )
     header_timeout: float = flag(
-        10.0,
-        "Seconds for a client to send headers, begin its body, or keep an idle connection.",
-        group="Server",
-        low=0.1,
-        high=3600,
-    )
+        10.0, "Seconds for a client to send headers, begin its body, or keep an idle connection.",
+        group="Server", low=0.1, high=3600,
+    )  # fmt: skip
     send_timeout: float = flag(
-        60.0,
-        "Seconds a client may leave a stream unread before its request is aborted.",
-        group="Server",
-        low=0.1,
-        high=3600,
-    )
+        60.0, "Seconds a client may leave a stream unread before its request is aborted.",
+        group="Server", low=0.1, high=3600,
+    )  # fmt: skip
     shutdown_timeout: float = flag(
         30.0, "Seconds running requests get to finish after SIGTERM.", group="Server", low=0.0, high=3600
     )
     engine_timeout: float = flag(
-        60.0,
-        "Seconds without a step or heartbeat before /health reports the engine stuck.",
-        group="Server",
-        low=0.5,
-        high=3600,
-    )
+        60.0, "Seconds without a step or heartbeat before /health reports the engine stuck.",
+        group="Server", low=0.5, high=3600,
+    )  # fmt: skip
     strict_params: bool = flag(
         False, "Refuse unknown request fields with 400 instead of ignoring them.", group="Server"
     )

@@ -11,15 +11,20 @@ from typing import Any
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.errors import ParameterError, UserError
-from bladellm_runtime.request import FinishReason, SamplingParams, check_cache_salt
+from bladellm_runtime.guided.constraint import constraint_of
+from bladellm_runtime.request import Constraint, FinishReason, SamplingParams, check_cache_salt
 from bladellm_runtime.text.stream import TextDelta, TextStream
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, TokenLogprobs
 
+PREPARING_SECONDS = 0.001
+"""How long to leave the processor to threads that compile constraints, before looking whether they are done."""
+
 
 @dataclass(slots=True)
 class Completion:
-    """One choice: its text, token ids (the end-of-text token included) and why it ended."""
+    """One choice: its text, token ids (the end-of-text token included) and why it ended. message: what there is to say
+    of an `error`, in a sentence."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -27,6 +32,7 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    message: str | None = None
 
 
 @dataclass(slots=True)
@@ -69,31 +75,48 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        guided_json: dict[str, Any] | str | None = None,
+        guided_regex: str | None = None,
+        guided_choice: Sequence[str] | None = None,
+        guided_grammar: str | None = None,
     ) -> list[GenerateOutput]:
         """Complete every prompt (text or token ids); one `SamplingParams` for all, or one each.
 
+        One of the `guided_` arguments makes every answer satisfy a JSON schema, a regular expression, or a grammar in
+        Lark, or be one of several strings; a constraint that cannot be used is the `error` of the completions.
         Without a seed each request draws one. Cached prompts are shared only among calls with the same `cache_salt`.
         Raises `ParameterError` when a prompt cannot be run at all.
         """
         salt = "" if cache_salt is None else check_cache_salt(cache_salt)
+        choice = None if guided_choice is None else list(guided_choice)
+        given = {"guided_json": guided_json, "guided_regex": guided_regex, "guided_grammar": guided_grammar}
+        constraint = constraint_of(given | {"guided_choice": choice})
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts need as many SamplingParams, got {len(each)}")
         choices: dict[int, _Choice] = {}
-        outputs = [self._add(prompt, one, salt, choices) for prompt, one in zip(prompts, each, strict=True)]
+        pairs = zip(prompts, each, strict=True)
+        outputs = [self._add(prompt, one, salt, constraint, choices) for prompt, one in pairs]
         while choices:
+            if self._engine.core.preparing:
+                time.sleep(PREPARING_SECONDS)
             self._dispatch(self._engine.core.step(), choices)
         return outputs
 
     def _add(
-        self, prompt: str | list[int], params: SamplingParams, salt: str, choices: dict[int, _Choice]
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        salt: str,
+        constraint: Constraint | None,
+        choices: dict[int, _Choice],
     ) -> GenerateOutput:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         output = GenerateOutput(prompt, ids, [])
         seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         for index in range(params.n):
             self._next_id += 1
-            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic(), salt)
+            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic(), salt, constraint)
             completion = Completion(logprobs=None if params.logprobs is None else [])
             output.outputs.append(completion)
             choices[self._next_id] = _Choice(TextStream(self.tokenizer, request), output, completion)
@@ -112,6 +135,7 @@ class LLM:
                 choice.output.cached_tokens = delta.cached_tokens
             text = choice.stream.feed(delta)
             _extend(choice.completion, text)
+            choice.completion.message = delta.message
             if text.finish is not None:
                 del choices[delta.request_id]
                 if choice.stream.stopped_early:

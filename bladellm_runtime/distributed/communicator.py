@@ -8,6 +8,7 @@ must call the same operations in the same order, on one stream. A group of one r
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -26,6 +27,20 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOPBACK_INTERFACE = "lo"
+NCCL_SETTINGS = {
+    # Ranks are watched elsewhere; NCCL's own watchdog would end the process before it could say why.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # It looks for other ranks' trouble in the meeting file every second, which is gone when ranks leave.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Every link has a group of its own, which is what it asks for.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    # It listens on a port of the host, to anybody.
+    "NCCL_RAS_ENABLE": "0",
+}
+"""Settings that there are no arguments for."""
+LEAVE_SECONDS = 2.0
+"""What NCCL gets to give its memory back: it waits for graphs that somebody may still hold."""
 
 
 class MeetingError(ConfigError):
@@ -77,15 +92,18 @@ class GroupCommunicator:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def write_to_ranks(self, rows: int, hidden: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    def write_to_ranks(
+        self, rows: int, hidden: int, gather_rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
         """From now on ranks on GPUs of one host join few rows by writing to each other's memory, if they can.
 
-        rows: how many at most; hidden: of a row that is added up; columns: of a rank's part of a row that is gathered;
-        all ranks give the same. No graph may be being captured. Returns the bytes of this rank's device that it takes.
+        rows: how many at most, of `hidden` numbers, are added up; gather_rows: how many are gathered; columns: of a
+        rank's part of such a row; all ranks give the same. No graph may be being captured. Returns the bytes of this
+        rank's device that it takes.
         """
         self._sums = AllReduce(
-            self._group, rows=rows, hidden=hidden, dtype=dtype, device=device, gather_columns=columns,
-            gather_dtype=dtype,
+            self._group, rows=rows, hidden=hidden, dtype=dtype, device=device, gather_rows=gather_rows,
+            gather_columns=columns, gather_dtype=dtype,
         )  # fmt: skip
         return self._sums.bytes
 
@@ -128,8 +146,8 @@ def connect(address: str, rank: int, size: int, device: torch.device, timeout_s:
         # Their only setting for the interface to listen on; unset, it is that of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # Ranks are watched elsewhere; NCCL's own watchdog would end the process before it could say why.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         dist.init_process_group(
             BACKENDS[device.type],
@@ -187,9 +205,21 @@ def make_communicator(groups: Sequence[Sequence[int]]) -> GroupCommunicator | No
 
 
 def disconnect() -> None:
-    """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none."""
-    if dist.is_initialized():
+    """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none.
+
+    Between GPUs captured steps must be gone: until then NCCL does not end, and after `LEAVE_SECONDS` it is left alone.
+    """
+    if not dist.is_initialized():
+        return
+    if "nccl" not in dist.get_backend():
         dist.destroy_process_group()
+        return
+    # Not destroyed: that waits for the other ranks, whose processes may have ended.
+    leaving = threading.Thread(target=abort, name="leave-ranks", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_SECONDS)
+    if leaving.is_alive():
+        logger.debug("NCCL did not end in %g s", LEAVE_SECONDS)
 
 
 def abort() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,16 +11,20 @@ from bladellm_runtime.config import EngineArgs, check_parallel
 from bladellm_runtime.engine.build_runner import BuiltRunner, StartRecord, build_runner
 from bladellm_runtime.engine.cascade import sharing_rule
 from bladellm_runtime.engine.compile_kernels import keep_kernel_list
+from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.cuda_capture import Capture
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
+from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.rank_place import RankPlace
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.guided.backends import BACKENDS, load_vocabulary
+from bladellm_runtime.guided.compiler import Compiler
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.factory import arena_kind
@@ -35,6 +40,7 @@ from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost
 from bladellm_runtime.wire.messages import EngineReady
 
+MIB = 2**20
 TARGET_TBT_MS = 14.0
 """On a GPU: half of vLLM's TBT p99 of the Llama-3.1-8B shape on an H200 at 8 requests a second
 (docs/prefill_chunks.md)."""
@@ -103,20 +109,36 @@ def make_engine(
         sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)
     overlap, count = not args.disable_overlap, args.micro_batches
     scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
-    core = EngineCore(scheduler, runner, overlap=overlap, micro_batches=count)
+    constraints = Constraints(partial(make_compiler, args, folder, spec))
+    room = WaitingRoom([constraints])
+    core = EngineCore(
+        scheduler, runner, overlap=overlap, micro_batches=count, room=room, constraints=constraints
+    )  # fmt: skip
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
-        with runner.without_mixed_graphs():
-            warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
+        runner.use_mixed_graphs(False)
+        warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
+        runner.use_mixed_graphs(True)
         warm_up(core, limits, thorough=False)
     with record.times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)
+    if args.enable_json_warmup:
+        with record.times.phase("warm up JSON"):
+            constraints.warm_up()
     if ranked is None:
         core.recovery = MemoryRecovery(scheduler)
     else:
         ranked.serve()
     keep_kernel_list(args, folder, built.device)
     return Engine(core, announce(spec, built, record), folder, arena)
+
+
+def make_compiler(args: EngineArgs, folder: Path, spec: ModelSpec) -> Compiler:
+    """The compiler of constraints for a model; takes seconds. Raises `UserError` without a usable tokenizer."""
+    tokenizer = folder if args.tokenizer_dir is None else Path(args.tokenizer_dir)
+    vocabulary = load_vocabulary(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    backend = BACKENDS[args.guided_backend](vocabulary)
+    return Compiler(backend, max_bytes=int(args.guided_cache_mib * MIB), deadline=args.guided_deadline)
 
 
 def pace_steps(

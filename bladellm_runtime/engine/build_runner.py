@@ -26,6 +26,7 @@ from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import graph_sizes
+from bladellm_runtime.engine.uploaded_masks import warm_up_masks
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.arena import KvArena, KvShape
 from bladellm_runtime.kv.factory import make_arena
@@ -127,6 +128,9 @@ def build_runner(
         cascade = make_cascade(args, spec, arena, shape, graph_sizes(args)) if stages.all_share(whole) else None
         capture_steps(args, runner, device, capture, cascade)
         check_equal_graphs(runner, others)
+        if device.type == "cuda" and model.ends.last:
+            # Of eager steps, and of captured ones.
+            warm_up_masks(spec.vocab_size, (torch.float32, dtype), device)
     return BuiltRunner(
         args, device, shape, rotation is not None, model, kv_spec, arena, limits, cascade, runner
     )  # fmt: skip

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST
-from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, front_end_of
@@ -20,11 +21,14 @@ from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
 
 class Runner(Protocol):
     """Executes step plans in order. `launch` must not wait for the step; `collect` waits for its result; `finished`
-    says whether that is there; `add_stats` fills in what only the runner's memory knows. The first two raise
-    `StepMemoryError` for a step that has no result, after which `recover` is called once all others are collected, and
-    `DeviceLostError` when there is no going on."""
+    says whether that is there; `add_stats` fills in what only the runner's memory knows. A plan with constrained rows
+    is launched up to its logits: `sample` launches the rest before anything else is, and returns what takes the place
+    of what `launch` returned. These three raise `StepMemoryError` for a step that has no result, after which `recover`
+    is called once all others are collected, and `DeviceLostError` when there is no going on."""
 
     def launch(self, plan: StepPlan) -> Any: ...
+
+    def sample(self, launched: Any, masks: TokenMasks) -> Any: ...
 
     def collect(self, launched: Any) -> StepResult: ...
 
@@ -43,6 +47,10 @@ class EngineCore:
     With `overlap` the next step is planned and launched before the result of the one in flight is known: its decode
     rows read their token on the device. Without, one step runs at a time; both give the same tokens. With several
     micro-batches this holds of each of them, and their steps are in flight side by side.
+
+    The masks of constrained rows need the tokens of the steps before. Such a step is launched up to its logits; while
+    the device makes these, the results that its masks rest on come in, the masks are filled, and it is sampled: all in
+    the `step` that launched it.
     """
 
     def __init__(
@@ -53,14 +61,19 @@ class EngineCore:
         overlap: bool,
         micro_batches: int = 1,
         room: WaitingRoom | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        """room: where requests wait for what they need before they are scheduled."""
+        """room: where requests wait for what they need before they are scheduled. constraints: fills the masks of those
+        that have one, which it was given in the room."""
         self._scheduler = scheduler
         self._room = WaitingRoom() if room is None else room  # an empty one is false
         scheduler.watch_ends(self._room.release)
         self._runner = runner
         self._depth = micro_batches + overlap
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._constraints = constraints
+        self._unsampled: StepPlan | None = None
+        """The step launched last, while its masks are to come."""
         self.blocked = False
         """True when the last `step` found requests waiting, nothing to plan and nothing in flight."""
         self.timer: LaunchTimer | None = None
@@ -111,12 +124,14 @@ class EngineCore:
             raise
 
     def _step_or_recover(self) -> list[RequestDelta]:
+        deltas: list[RequestDelta] = []
         try:
-            return self._step()
+            self._step(deltas)
         except StepMemoryError as error:
             if self.recovery is None:
                 raise
-            return self._recover(self.recovery, error)
+            deltas += self._recover(self.recovery, error)
+        return deltas
 
     def _refusal(self, request: AddRequest) -> RequestDelta | None:
         if request.request_id in self._room:
@@ -134,15 +149,33 @@ class EngineCore:
         self._room.ready.clear()
         return deltas
 
-    def _step(self) -> list[RequestDelta]:
+    def _step(self, deltas: list[RequestDelta]) -> None:
+        """`step`, without what comes before and after; adds to `deltas` what was completed, also where it raises."""
         start = time.monotonic()
         plan = self._scheduler.plan()
         if plan is not None:
             self._launch(plan, start)
         self.blocked = not self._in_flight and self._scheduler.has_work
+        if self._unsampled is not None and len(self._in_flight) == 1:
+            self._sample(self._unsampled, deltas)
         if self._in_flight and (plan is None or len(self._in_flight) == self._depth):
-            return self._complete_oldest()
-        return []
+            deltas += self._complete_oldest()
+        if self._unsampled is not None:
+            self._sample(self._unsampled, deltas)
+
+    def _sample(self, plan: StepPlan, deltas: list[RequestDelta]) -> None:
+        """Sample the step launched last, once the tokens that its masks rest on are there.
+
+        They mostly are: the step that brings them has just been completed. Only one of several micro-batches whose
+        others have nothing to run has that step still in flight, and it is completed here.
+        """
+        while (rows := self._scheduler.constrained_rows(plan)) is None:
+            assert len(self._in_flight) > 1, "the masks of a step rest on steps before it"
+            deltas += self._complete_oldest()
+        assert self._constraints is not None, "constrained requests come from the room"
+        masks = self._constraints.fill(rows)
+        self._in_flight[-1] = (plan, self._runner.sample(self._in_flight[-1][1], masks))
+        self._unsampled = None
 
     def spare_seconds(self) -> float:
         """How long the next `step` can be left, for requests that arrive meanwhile, without the device waiting."""
@@ -158,6 +191,7 @@ class EngineCore:
             late = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
             self.timer.launched(plan, time.monotonic() - start, late or not self._in_flight, late)
         self._in_flight.append((plan, launched))
+        self._unsampled = plan if plan.constrained else None
 
     def _complete_oldest(self) -> list[RequestDelta]:
         # A step whose result cannot be read stays: `_recover` finds it there.
@@ -176,8 +210,9 @@ class EngineCore:
         """Complete the steps before the one without a result, drop those behind it, and let the recovery go on."""
         deltas: list[RequestDelta] = []
         with suppress(StepMemoryError):
-            while self._in_flight:
+            while self._in_flight and self._in_flight[0][0] is not self._unsampled:
                 deltas += self._complete_oldest()
+        self._unsampled = None
         while self._in_flight:
             _, launched = self._in_flight.popleft()
             with suppress(StepMemoryError):
@@ -199,6 +234,8 @@ class EngineCore:
         """A reading of the scheduler's and the memory's state."""
         stats = self._scheduler.stats(now)
         self._runner.add_stats(stats)
+        if self._constraints is not None:
+            self._constraints.add_stats(stats)
         return stats
 
     def reset_prompt_cache(self) -> None:
@@ -211,8 +248,12 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for the steps in flight, then release the runner's memory; a lost device is left alone."""
+        if self._constraints is not None:
+            self._constraints.close()
         if self._device_lost:
             return
+        if self._unsampled is not None:
+            self._sample(self._unsampled, [])
         while self._in_flight:
             _, launched = self._in_flight.popleft()
             self._runner.collect(launched)

@@ -7,8 +7,17 @@ from typing import Any
 
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.runner import ModelRunner
-from bladellm_runtime.ranks.channel import PlanReceiver
-from bladellm_runtime.ranks.messages import CloseRank, RankOrder, RunStep, Serve, UseMixedGraphs, read_step
+from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver
+from bladellm_runtime.ranks.messages import (
+    CloseRank,
+    RankOrder,
+    RunStep,
+    SampleStep,
+    Serve,
+    UseMixedGraphs,
+    read_masks,
+    read_step,
+)
 from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_runtime.ranks.results import ResultSender
 
@@ -36,8 +45,9 @@ class Follower:
         self._in_flight = in_flight
         self._results = results
         self._steps: deque[tuple[int, Any]] = deque()
+        self._unsampled = False
+        """Whether the masks of the step launched last are to come: nothing else comes before them."""
         self._starting = ExitStack()
-        self._eager = ExitStack()
 
     def run(self) -> None:
         """Follow. Raises what a step raises, and `ChannelBroken`."""
@@ -51,12 +61,12 @@ class Follower:
                 if isinstance(order, CloseRank):
                     break
                 self._follow(order)
-            elif self._runner.finished(self._steps[0][1]):
+            elif not self._waits_for_masks() and self._runner.finished(self._steps[0][1]):
                 self._collect()
             elif self._results is not None:
                 time.sleep(NAP_SECONDS)
             self._pulses.done = self._pulses.begun - len(self._steps)
-            self._pulses.on_device = self._runner.on_gpu and bool(self._steps)
+            self._pulses.on_device = self._runner.on_gpu and bool(self._steps) and not self._waits_for_masks()
         self._collect_all()
         self._runner.drain()
         self._runner.close()
@@ -66,17 +76,26 @@ class Follower:
             return None
         return POLL_SECONDS if self._results is None else 0.0
 
+    def _waits_for_masks(self) -> bool:
+        """Whether no other step is left to collect than the one whose masks are to come."""
+        return self._unsampled and len(self._steps) == 1
+
     def _follow(self, order: RankOrder) -> None:
         match order:
             case RunStep():
                 if len(self._steps) == self._in_flight:
                     self._collect()
                 self._steps.append((order.step, self._runner.launch(read_step(order))))
+                self._unsampled = bool(order.constrained)
+            case SampleStep():
+                step, launched = self._steps.pop()
+                if step != order.step:
+                    raise ChannelBroken(f"masks of step {order.step} came when step {step} had been launched")
+                self._steps.append((step, self._runner.sample(launched, read_masks(order))))
+                self._unsampled = False
             case UseMixedGraphs(on):
                 self._collect_all()
-                self._eager.close()
-                if not on:
-                    self._eager.enter_context(self._runner.without_mixed_graphs())
+                self._runner.use_mixed_graphs(on)
             case Serve():
                 self._starting.close()
                 self._pulses.serving = True

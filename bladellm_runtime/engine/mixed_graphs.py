@@ -81,6 +81,10 @@ class MixedGraphs:
         )
         return bool(self._graphs)
 
+    def release(self) -> None:
+        """Give the graphs back, whoever still holds this: what NCCL has in them keeps it from ending."""
+        self._graphs.clear()
+
     def send(self, flat: FlatPlan) -> int | None:
         """Queue the upload of a plan for the least captured size that will do. None, with nothing queued, without
         chunks, above all sizes, where work lists have no room, and where eager operators are not slower."""

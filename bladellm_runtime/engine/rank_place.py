@@ -69,10 +69,12 @@ class RankPlace:
     def write_to_ranks(
         self, args: EngineArgs, others: Others, parallel: TensorParallel, model: Decoder, table: MemoryTable
     ) -> None:
-        """Let GPUs that hold the same layers write the rows of decode steps to each other's memory, where they can."""
+        """Let GPUs that hold the same layers write the rows of short steps, and their logits, to each other's memory,
+        where they can."""
         if others.layer is not None and model.device.type == "cuda":
-            rows, columns = args.max_running_requests, parallel.plan.vocab_rows
-            taken = others.layer.write_to_ranks(rows, model.spec.hidden_size, columns, model.dtype, model.device)
+            rows, logits = max(args.step_tokens, args.max_running_requests), args.max_running_requests
+            columns, hidden = parallel.plan.vocab_rows, model.spec.hidden_size
+            taken = others.layer.write_to_ranks(rows, hidden, logits, columns, model.dtype, model.device)
             table.add("sums over ranks", taken)
 
     def leave(self) -> None:

@@ -10,18 +10,21 @@ from dataclasses import replace
 
 from bladellm_runtime.distributed.communicator import MeetingError, abort
 from bladellm_runtime.engine.rank_place import RankPlace
-from bladellm_runtime.engine.runner import ModelRunner, RunningStep
+from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.engine.running_step import RunningStep
 from bladellm_runtime.engine.step_errors import DeviceLostError, GroupLostError, StepMemoryError
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.ranks.channel import ChannelBroken
 from bladellm_runtime.ranks.group import Ranks
-from bladellm_runtime.ranks.messages import UseMixedGraphs, step_message
-from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.ranks.messages import UseMixedGraphs, sample_message, step_message
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.wire.messages import EngineStats
 
 VERDICT_SECONDS = 1.5
 """How long to wait for the reason when something fails that others have part in."""
 WAIT_SECONDS = 0.1
+NAP_SECONDS = 0.00005
+"""How often a GPU is asked for its step: waiting for the event would take the core as well, and outlast the group."""
 
 Launched = concurrent.futures.Future[RunningStep] | RunningStep
 
@@ -50,15 +53,11 @@ class RankedRunner:
         """As the runner's."""
         return self._runner.mixed_sizes
 
-    @contextmanager
-    def without_mixed_graphs(self) -> Iterator[None]:
+    def use_mixed_graphs(self, on: bool) -> None:
         """As the runner's, on every rank."""
         with self._lost_group():
-            self._ranks.send(UseMixedGraphs(False))
-        with self._runner.without_mixed_graphs():
-            yield
-        with self._lost_group():
-            self._ranks.send(UseMixedGraphs(True))
+            self._ranks.send(UseMixedGraphs(on))
+        self._runner.use_mixed_graphs(on)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step on all ranks."""
@@ -67,6 +66,12 @@ class RankedRunner:
             self._ranks.send(step_message(plan))
             self._in_flight.append(plan.step)
             return self._runner.launch(plan)
+
+    def sample(self, launched: Launched, masks: TokenMasks) -> Launched:
+        """Start the rest of the step launched last on all ranks: only this one knows the constraints."""
+        with self._lost_group():
+            self._ranks.send(sample_message(self._in_flight[-1], masks))
+            return self._runner.sample(launched, masks)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for the result of rank 0, or of a pipeline's last stage, as long as all ranks are well."""
@@ -122,7 +127,7 @@ class RankedRunner:
         try:
             with self._ranks.guarded():
                 yield
-        except (UserError, RuntimeError, OSError, MemoryError) as error:
+        except (UserError, RuntimeError, ValueError, OSError, MemoryError) as error:  # of torch's groups that are gone
             lost = lost_group(error, self._ranks)
             if lost is None:
                 raise
@@ -154,6 +159,6 @@ def lost_group(error: BaseException, ranks: Ranks) -> GroupLostError | None:
 def _wait(launched: Launched) -> None:
     """Wait for a step, or a moment."""
     if isinstance(launched, RunningStep):
-        time.sleep(0)
+        time.sleep(NAP_SECONDS)
     else:
         concurrent.futures.wait([launched], timeout=WAIT_SECONDS)

@@ -7,9 +7,8 @@ work itself runs in one thread, so that planning and messages go on beside it: t
 """
 
 import concurrent.futures
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from bladellm_kernels.decode_work import DecodeWorkspace
@@ -22,32 +21,19 @@ from bladellm_runtime.engine.host_ring import HostRing
 from bladellm_runtime.engine.inputs import FlatPlan, SlotTokens, StepInputs, build_inputs, flatten
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs
-from bladellm_runtime.engine.prompt_scores import ScoredPrompt, score_prompts
-from bladellm_runtime.engine.sampler import SampleInputs, SampleOutputs, Sampler
+from bladellm_runtime.engine.prompt_scores import score_prompts
+from bladellm_runtime.engine.running_step import RunningStep, read_result
+from bladellm_runtime.engine.sampler import SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.stage import Stage
 from bladellm_runtime.engine.step_errors import step_error
 from bladellm_runtime.engine.step_graphs import StepGraphs
+from bladellm_runtime.engine.uploaded_masks import UploadedMasks, upload_masks
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.operations import Rows
 from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.scheduler.plan import StepPlan, StepResult
-from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
-
-
-@dataclass(slots=True)
-class RunningStep:
-    """A step handed to the device, and everything that must stay alive until its result is read.
-
-    sampling_rows: plan rows of the outputs, in order. outputs: None where the step is sampled by another stage.
-    """
-
-    rows: int
-    sampling_rows: Sequence[int]
-    outputs: SampleOutputs | None
-    scored: list[ScoredPrompt] = field(default_factory=list)
-    keep: list[object] = field(default_factory=list)
-    done: torch.cuda.Event | None = None
+from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
+from bladellm_runtime.wire.messages import EngineStats
 
 
 class ModelRunner:
@@ -85,6 +71,7 @@ class ModelRunner:
         self._tokens: list[SlotTokens | None] = [None] * num_slots
         self._graphs: StepGraphs | None = None
         self._mixed: MixedGraphs | None = None
+        self._replays_mixed = True
         self._results = HostRing(num_slots, arena.device, self._stage.in_flight)
         self._copied: torch.cuda.Event | None = None
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
@@ -131,15 +118,14 @@ class ModelRunner:
         """Whether a launched step is a GPU's to do, and no thread's of this process."""
         return self._worker is None
 
-    @contextmanager
-    def without_mixed_graphs(self) -> Iterator[None]:
-        """Launch steps with prefill chunks operator by operator meanwhile; no step may be in flight at either end."""
-        mixed, self._mixed = self._mixed, None
-        yield
-        self._mixed = mixed
+    def use_mixed_graphs(self, on: bool) -> None:
+        """Whether steps with prefill chunks are replayed from now on where they are captured, or launched operator by
+        operator; no step may be in flight."""
+        self._replays_mixed = on
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
-        """Start a step. Plans must come in order; as many may be uncollected as the stage has in flight.
+        """Start a step. Plans must come in order; as many may be uncollected as the stage has in flight. One with
+        constrained rows waits for `sample` where it has its logits.
 
         Here, or on a CPU in `collect`, raises `StepMemoryError` or `DeviceLostError`.
         """
@@ -147,13 +133,22 @@ class ModelRunner:
             return self._worker.submit(self._run, plan)
         return self._run(plan)
 
+    def sample(
+        self, launched: "concurrent.futures.Future[RunningStep] | RunningStep", masks: TokenMasks
+    ) -> "concurrent.futures.Future[RunningStep] | RunningStep":
+        """Start the rest of a step with constrained rows, the one launched last. Returns what to collect in place of
+        it. Raises as `launch`."""
+        if self._worker is not None:
+            return self._worker.submit(self._run_rest, launched, masks)
+        return self._run_rest(launched, masks)
+
     def collect(self, launched: "concurrent.futures.Future[RunningStep] | RunningStep") -> StepResult:
         """Wait for a step and read its result. Raises as `launch`."""
         step = launched if isinstance(launched, RunningStep) else launched.result()
         try:
             if step.done is not None:
                 step.done.synchronize()
-            return _read(step)
+            return read_result(step)
         except RuntimeError as error:
             raise step_error(error, None) from error
 
@@ -198,14 +193,35 @@ class ModelRunner:
             step = self._replay(plan, self._graphs, size)
         else:
             step = self._run_flat(plan)
+        if step.sample is None or not plan.constrained:
+            self._end(step, None)
+        return step
+
+    @torch.inference_mode()
+    def _run_rest(
+        self, launched: "concurrent.futures.Future[RunningStep] | RunningStep", masks: TokenMasks
+    ) -> RunningStep:
+        step = launched if isinstance(launched, RunningStep) else launched.result()
+        if step.sample is None:
+            return step  # another stage has what is left of it
+        try:
+            self._end(step, upload_masks(masks, step.sampling_rows, self._device))
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise step_error(error, step.plan) from error
+        return step
+
+    def _end(self, step: RunningStep, masks: UploadedMasks | None) -> None:
+        """What follows the forward pass."""
+        if step.sample is not None:
+            step.sample(step, masks)
+            step.sample = None
         self._stage.end(self._last_token)
         self._copy_results(step)
-        return step
 
     def _run_flat(self, plan: StepPlan) -> RunningStep:
         """A step of any rows: replayed up to the final norm, or not."""
         flat = flatten(plan, self._tokens, self._arena)
-        size = None if self._mixed is None else self._mixed.send(flat)
+        size = self._mixed.send(flat) if self._mixed is not None and self._replays_mixed else None
         if self._mixed is None or size is None:
             return self._run_eagerly(plan, flat)
         self._arena.wait()
@@ -228,21 +244,21 @@ class ModelRunner:
             return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
         if self._sampler is None:
             return self._finish(plan, flat, self._model.decode(inputs.batch), inputs)
-        outputs, keep = self._sample(plan, self._model.decode(inputs.batch))
-        return RunningStep(len(plan.slots), flat.sampling_rows, outputs, keep=[inputs, keep])
+        sample = partial(self._sample, self._model.decode(inputs.batch))
+        return RunningStep(plan, flat.sampling_rows, sample, keep=[inputs])
 
     def _finish(self, plan: StepPlan, flat: FlatPlan, hidden: torch.Tensor, inputs: StepInputs | None) -> RunningStep:
         """hidden: of `flat.logit_tokens`, [R, hidden size]; of all tokens where other stages are behind this one."""
         if self._sampler is None:
             self._stage.send(hidden)
-            return RunningStep(len(plan.slots), (), None, keep=[inputs, hidden])
+            return RunningStep(plan, (), keep=[inputs, hidden])
         count = len(flat.sampling_rows)
-        outputs, keep = self._sample(plan, self._model.logits(hidden[:count]))
+        sample = partial(self._sample, self._model.logits(hidden[:count]))
         scored = score_prompts(self._model, hidden[count:], flat.scores) if flat.scores else []
-        return RunningStep(len(plan.slots), flat.sampling_rows, outputs, scored, [inputs, hidden, keep])
+        return RunningStep(plan, flat.sampling_rows, sample, scored=scored, keep=[inputs, hidden])
 
     def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int) -> RunningStep:
-        """A step of decode rows, padded to `size`. Between the two replays is where masks can enter."""
+        """The forward pass of decode rows, padded to `size`."""
         graphs.inputs.send(plan, size)
         self._arena.wait()
         self._arena.move(plan.memory.moves)
@@ -252,21 +268,31 @@ class ModelRunner:
         logits = graphs.forward(plan, size)
         if self._sampler is None:
             self._stage.send(logits)
-            return RunningStep(rows, (), None)
+            return RunningStep(plan, ())
+        return RunningStep(plan, range(rows), partial(self._sample_replayed, graphs, size, logits))
+
+    def _sample_replayed(
+        self, graphs: StepGraphs, size: int, logits: torch.Tensor, step: RunningStep, masks: UploadedMasks | None
+    ) -> None:
+        """Sample what `_replay` left, by a replay again where there is one that will do."""
         stage = graphs.sampling_stage()
         if stage is None:
-            outputs, keep = self._sample(plan, logits)
-            return RunningStep(rows, range(rows), outputs, keep=[keep])
+            self._sample(logits, step, masks)
+            return
+        if masks is not None:
+            masks.apply(logits)
+            step.keep.append(masks)
         if self._copied is not None:
             # The tokens of the step before must have left the memory that these come to.
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        tokens = graphs.sample(plan, size, stage)
-        return RunningStep(rows, range(rows), SampleOutputs(tokens, tokens))
+        tokens = graphs.sample(step.plan, size, stage)
+        step.outputs = SampleOutputs(tokens, tokens)
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> tuple[SampleOutputs, SampleInputs]:
+    def _sample(self, logits: torch.Tensor, step: RunningStep, masks: UploadedMasks | None) -> None:
         assert self._sampler is not None, "another stage samples"
-        inputs = self._sampler.prepare(plan)
-        return self._sampler.sample(logits, inputs, self._last_token), inputs
+        inputs = self._sampler.prepare(step.plan)
+        step.outputs = self._sampler.sample(logits, inputs, self._last_token, masks)
+        step.keep += [inputs, masks]
 
     def _copy_results(self, step: RunningStep) -> None:
         """Replace the step's results by host copies; on CUDA on the second stream, for which the next step does not
@@ -325,25 +351,12 @@ class ModelRunner:
             self._worker.shutdown(wait=True)
         else:
             torch.cuda.synchronize(self._device)
+        for graphs in (self._graphs, self._mixed):
+            if graphs is not None:
+                graphs.release()
         self._graphs = self._mixed = None
         self._arena.close()
 
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _read(step: RunningStep) -> StepResult:
-    if step.outputs is None:
-        return StepResult([None] * step.rows, [None] * step.rows, [None] * step.rows)
-    logprobs: list[TokenLogprobs | None] = [None] * step.rows
-    prompt_logprobs: list[list[TokenLogprobs] | None] = [None] * step.rows
-    tokens: list[int | None] = step.outputs.tokens.tolist()
-    if len(tokens) < step.rows:
-        sampled = dict(zip(step.sampling_rows, tokens, strict=True))
-        tokens = [sampled.get(row) for row in range(step.rows)]
-    for index, entry in step.outputs.read_logprobs():
-        logprobs[step.sampling_rows[index]] = entry
-    for scored in step.scored:
-        prompt_logprobs[scored.row] = scored.to_host()
-    return StepResult(tokens, logprobs, prompt_logprobs)

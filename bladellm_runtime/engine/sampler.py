@@ -1,10 +1,11 @@
 """The sampler: from a step's logits to its tokens, without ever waiting for the device.
 
-The order, for each row: raw log-probabilities (if asked) → repetition, then frequency and presence penalties → logit
-bias → min_tokens (the tokens that could end the request get -inf) → temperature → top-k → top-p → min-p → Gumbel-max
-draw, or the arg-max when greedy. Definitions: `bladellm_kernels.penalties`, `.sampling`, `.gumbel`. transformers has
-the same order but biases before it penalises; vLLM biases and masks first, and applies min-p before top-k.
-As in vLLM, min_tokens holds the eos tokens back even with ignore_eos.
+The order, for each row: raw log-probabilities (if asked) → the mask of its constraint (other tokens get -inf) →
+repetition, then frequency and presence penalties → logit bias → min_tokens (the tokens that could end the request get
+-inf) → temperature → top-k → top-p → min-p → Gumbel-max draw, or the arg-max when greedy. Log-probabilities are of the
+model's own distribution, whatever the mask allows. Definitions: `bladellm_kernels.token_mask`, `.penalties`,
+`.sampling`, `.gumbel`. transformers has the same order but biases before it penalises; vLLM biases and masks first, and
+applies min-p before top-k. As in vLLM, min_tokens holds the eos tokens back even with ignore_eos.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from bladellm_runtime.engine.sampling_state import LOGPROBS, SORTED, Ints, SamplingState
 from bladellm_runtime.engine.upload import Array, upload
+from bladellm_runtime.engine.uploaded_masks import UploadedMasks
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.wire.messages import TokenLogprobs
 
@@ -182,12 +184,23 @@ class Sampler:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
         return np.concatenate(rows), np.concatenate(tokens), np.concatenate(values)
 
-    def sample(self, logits: Tensor, inputs: SampleInputs, last_token: Tensor | None = None) -> SampleOutputs:
+    def sample(
+        self,
+        logits: Tensor,
+        inputs: SampleInputs,
+        last_token: Tensor | None = None,
+        masks: UploadedMasks | None = None,
+    ) -> SampleOutputs:
         """Sample one token a row. logits: float32 [R, vocabulary], may be overwritten; also bfloat16 and float16 where
-        kernels sample. last_token: int64 [slots], gets the feedback of each slot."""
+        kernels sample. last_token: int64 [slots], gets the feedback of each slot. masks: which tokens rows may get."""
+        raw: Tensor | None = None
+        if masks is not None:
+            if inputs.logprob_rows is not None:
+                raw = logits.index_select(0, inputs.logprob_rows)
+            masks.apply(logits)
         if self._state.parameters is not None:
-            return self._sample_by_kernels(logits, inputs, last_token)
-        outputs = self._sample_by_operators(logits, inputs)
+            return self._sample_by_kernels(logits, inputs, last_token, raw)
+        outputs = self._sample_by_operators(logits, inputs, raw)
         if last_token is not None:
             last_token.index_copy_(0, inputs.slots, outputs.feedback)
         return outputs
@@ -210,16 +223,19 @@ class Sampler:
             workspace=self._state.workspace, stage=stage,
         )  # fmt: skip
 
-    def _sample_by_kernels(self, logits: Tensor, inputs: SampleInputs, last_token: Tensor | None) -> SampleOutputs:
+    def _sample_by_kernels(
+        self, logits: Tensor, inputs: SampleInputs, last_token: Tensor | None, raw: Tensor | None
+    ) -> SampleOutputs:
         tokens, feedback = torch.empty_like(inputs.slots), torch.empty_like(inputs.slots)
         rows = SampleRows(inputs.slots, inputs.positions)
         self.sample_rows(logits, rows, tokens, feedback, last_token, inputs.stage)
         outputs = SampleOutputs(tokens, feedback)
         if inputs.logprob_rows is not None:
-            _score(logits, inputs.logprob_rows, inputs.logprob_indices, outputs)
+            _score(logits if raw is None else raw, inputs.logprob_rows, inputs.logprob_indices, outputs)
         return outputs
 
-    def _sample_by_operators(self, logits: Tensor, inputs: SampleInputs) -> SampleOutputs:
+    def _sample_by_operators(self, logits: Tensor, inputs: SampleInputs, raw: Tensor | None) -> SampleOutputs:
+        """raw: as in `_score`, where the logits have been changed already."""
         expected = (inputs.slots.shape[0], self._state.vocab_size)
         if logits.shape != expected or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {expected}, got {logits.dtype} {tuple(logits.shape)}")
@@ -235,7 +251,7 @@ class Sampler:
             rows = inputs.penalised
             count_tokens_(*self._state.statistics, inputs.slots[rows], outputs.feedback[rows])
         if inputs.logprob_rows is not None:
-            _score(logits, inputs.logprob_rows, inputs.logprob_indices, outputs)
+            _score(logits if raw is None else raw, inputs.logprob_rows, inputs.logprob_indices, outputs)
         return outputs
 
     def _change_logits(self, logits: Tensor, inputs: SampleInputs, floats: Tensor | None) -> Tensor:
@@ -273,6 +289,7 @@ class Sampler:
 
 
 def _score(logits: Tensor, rows: Tensor, indices: list[tuple[int, int]], outputs: SampleOutputs) -> None:
+    """logits: of all rows, or of `rows` alone."""
     wanted = logits if rows.shape[0] == logits.shape[0] else logits[rows]
     most = max(asked for _, asked in indices)
     outputs.logprob_ids, outputs.logprobs = token_logprobs(wanted.float(), outputs.feedback[rows], most)

@@ -95,6 +95,11 @@ class StepGraphs:
             )
         return bool(self._graphs)
 
+    def release(self) -> None:
+        """Give the graphs back, whoever still holds this: what NCCL has in them keeps it from ending."""
+        self._graphs.clear()
+        self._cascades.clear()
+
     @property
     def shared_rows(self) -> int:
         """Rows of the largest step whose plan may say what they share; 0 where none may."""

@@ -212,10 +212,11 @@ class Compiler:
         job.future.set_result(outcome)
 
     def _keep(self, key: Key, compiled: Compiled) -> None:
-        idle = [other for other, entry in self._kept.items() if not self._live.get(entry)]
-        for other in idle:
+        for other in list(self._kept):
             if self._counts.byte_count + compiled.byte_count <= self.max_bytes:
                 break
+            if self._live.get(self._kept[other]):
+                continue
             self._counts.byte_count -= self._kept.pop(other).byte_count
             self._counts.evicted += 1
         if self._counts.byte_count + compiled.byte_count <= self.max_bytes:

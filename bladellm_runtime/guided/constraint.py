@@ -39,12 +39,12 @@ def _json(value: object, field: str) -> Constraint:
         value = _loaded(value, field)
     if not isinstance(value, dict):
         raise ConstraintError(f"{field} must be a JSON schema: an object, or a string that holds one", field)
-    _check_nesting(value, field)
     try:
         source = orjson.dumps(value)
     except (orjson.JSONEncodeError, RecursionError) as error:
         raise ConstraintError(f"{field} cannot be written as JSON: {str(error)[:100]}", field) from None
-    _check_size(source, field)
+    _check_size(source, field)  # before its parts are looked at: there may be millions
+    _check_nesting(value, field)
     return Constraint(ConstraintKind.JSON, source.decode(), field)
 
 
@@ -90,16 +90,25 @@ def _grammar(value: object, field: str) -> Constraint:
 
 def _response_format(value: object, field: str) -> Constraint | None:
     kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise ConstraintError(f"{field} must be an object whose type is text, json_object or json_schema", field)
+    _check_keys(value, ("type", "json_schema") if kind == "json_schema" else ("type",), field)
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint(ConstraintKind.JSON, _ANY_OBJECT, field)
-    if kind != "json_schema" or not isinstance(value, dict):
-        raise ConstraintError(f"{field} must be an object whose type is text, json_object or json_schema", field)
     holder = value.get("json_schema")
     if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
         raise ConstraintError(f"{field}.json_schema.schema must be a JSON schema, as an object", field)
+    _check_keys(holder, ("schema", "name", "description", "strict"), f"{field}.json_schema")
     return _json(holder["schema"], field)
+
+
+def _check_keys(value: dict[str, Any], known: tuple[str, ...], field: str) -> None:
+    """A key that is not known may be a constraint, which must not be dropped."""
+    unknown = next((name for name in value if name not in known and value[name] is not None), None)
+    if unknown is not None:
+        raise ConstraintError(f"{field} has the unknown key {unknown[:40]!r}; leave it out", field.split(".")[0])
 
 
 _PARSERS = dict(zip(FIELDS, (_json, _regex, _choice, _grammar, _response_format), strict=True))

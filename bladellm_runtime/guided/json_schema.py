@@ -4,18 +4,23 @@ Every text of the prepared schema satisfies the schema as given:
 
 - patterns mean what `regex_syntax.search` says, so that `.` takes no newline and `\\D` no digit;
 - formats whose grammar admits impossible values (29 February, leap seconds, long host names) become exact patterns;
+- a whole number that a bound excludes stays out also where the other bound is less than 1 away, which llguidance 1.9
+  forgets;
 - `minProperties` is refused where repeated keys could make up the number;
 - sizes are bounded, references stay inside the schema, recursion must have an end, and values and names hold no
   control characters.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from bladellm_runtime.guided import regex_syntax
+from bladellm_runtime.guided.pauses import breathe
 
 MAX_COUNT = 100_000
 MAX_REFERENCES = 1000
+MAX_OPTIONAL = 480
+"""Optional properties of one object: with more, a row takes too long and the matcher gives up."""
 _SINGLE = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains",
            "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -52,7 +57,9 @@ def prepared(schema: Schema) -> Schema:
         raise SchemaError(f"it has more than {MAX_REFERENCES} different $ref")
     if not _ends(schema, references):
         raise SchemaError("it is unsatisfiable: its recursion ($ref) has no end")
+    _exclude_bounds(nodes)
     for node in nodes:
+        breathe()
         _check_keywords(node, node is schema)
         _check_literals(node)
         _check_counts(node)
@@ -68,6 +75,7 @@ def _visited(schema: Schema) -> list[Schema]:
         node = left.pop()
         if not isinstance(node, dict) or id(node) in found:
             continue
+        breathe()
         found[id(node)] = node
         left += _subschemas(node)
         if "$ref" in node:
@@ -103,11 +111,15 @@ def _target(schema: Schema, reference: object) -> Any:
 def _ends(schema: Schema, references: dict[str, Any]) -> bool:
     """Whether some finite text can satisfy the schema, by what its references and required parts say."""
     known = dict.fromkeys(references, False)
-    while True:
-        after = {name: known[name] or _finite(target, known) for name, target in references.items()}
-        if after == known:
-            return _finite(schema, known)
-        known = after
+    found, order = True, list(references.items())
+    while found:
+        found = False
+        order = [(name, target) for name, target in reversed(order) if not known[name]]  # chains end soon either way
+        for name, target in order:
+            breathe()
+            known[name] = _finite(target, known)
+            found |= known[name]
+    return _finite(schema, known)
 
 
 def _finite(node: Any, known: dict[str, bool]) -> bool:
@@ -164,9 +176,39 @@ def _check_counts(node: Schema) -> None:
         node[name] = min(int(count), MAX_COUNT)
     required = node.get("required")
     surely = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+    properties = node.get("properties")
+    if isinstance(properties, dict) and len(properties) - surely > MAX_OPTIONAL:
+        raise SchemaError(f"an object has more than {MAX_OPTIONAL} properties that are not required")
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if node.get("minProperties", 0) > max(1, surely) and not closed:
         raise SchemaError("minProperties above the number of required properties needs additionalProperties: false")
+
+
+def _exclude_bounds(nodes: list[Schema]) -> None:
+    """Rewrite `exclusiveMinimum: n`, n whole, to `minimum: n + a little` where an upper bound is less than 1 above n.
+
+    Bounds of different subschemas can meet (`allOf`), so any upper bound counts. The same for `exclusiveMaximum`.
+    """
+    for exclusive, inclusive, others, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        ends = [node[name] for node in nodes for name in others if _is_number(node.get(name))]
+        for node in nodes:
+            bound = node.get(exclusive)
+            if not _is_number(bound) or bound != int(bound) or not any(0 < sign * (end - bound) < 1 for end in ends):
+                continue
+            if abs(bound) > 1e6:
+                raise SchemaError(f"{exclusive} is less than 1 away from the other bound")
+            del node[exclusive]
+            given = node.get(inclusive, bound)
+            nearest = round(bound + sign * 1e-6, 6)
+            if _is_number(given):
+                node[inclusive] = max(given, nearest) if sign > 0 else min(given, nearest)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _rewrite_strings(node: Schema) -> None:

@@ -18,17 +18,18 @@ from bladellm_runtime.guided.constraint import ConstraintError
 from bladellm_runtime.guided.vocabulary import Masks, Row, Vocabulary
 from bladellm_runtime.request import Constraint, ConstraintKind
 
-MAX_WRITTEN_REGEX = 2**20
+MAX_WRITTEN_SCHEMA = 2**20
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
+    step_lexer_fuel=100_000,
     step_max_items=50_000,
     max_items_in_row=2_000,
     max_lexer_states=20_000,
     max_grammar_size=250_000,
     verbose_errors=False,
 )
-"""About 14,000 lexer steps and 20,000 items a millisecond; a lexer state takes 1 to 2 kB."""
+"""About 14,000 lexer steps and 20,000 items a millisecond, so that a row costs 10 ms at most; an optional property
+takes 4 items of its object's row; a lexer state takes 1 to 2 kB."""
 _BASE_BYTES, _BYTES_A_SOURCE_BYTE = 64 * 1024, 96
 """What a compiled constraint is counted with, on the safe side: the library does not tell, and resident memory grew by
 0 to 150 kB a schema over hundreds of schemas, each followed for 40 tokens."""
@@ -45,7 +46,8 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (1, 2, 
 and for `.`, which is why line separators are left out."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """For vocabularies without their tokenizer: do not narrow forced text to the tokens that it would write."""
-_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|#[^\n]*')
+"""Each piece of the text is read once, closed or not: `re` lets no other thread run, so it must take linear time."""
 
 
 class LlguidanceBackend:
@@ -60,6 +62,7 @@ class LlguidanceBackend:
             wrapper, n_vocab=len(vocabulary.pieces), eos_token=list(vocabulary.end_ids), slices=_SLICES
         )
         self._executor = llguidance.LLExecutor()
+        self._openers = [vocabulary.pieces.index(piece) for piece in (b"{", b"[") if piece in vocabulary.pieces]
 
     def compile(self, constraint: Constraint, deadline: float) -> "LlguidanceCompiled":
         """`Backend.compile`; the library's own limits keep it far below any useful deadline."""
@@ -72,12 +75,21 @@ class LlguidanceBackend:
             raise ConstraintError(f"{constraint.field} cannot be used: {_clause(problem)}", constraint.field)
         compiled = LlguidanceCompiled(matcher, self.vocabulary, len(grammar))
         try:
-            compiled.matcher().fill_mask(np.empty(self.vocabulary.words, np.int32))
+            self._try(compiled)
         except MatcherError as error:
             raise ConstraintError(
                 f"{constraint.field} cannot be satisfied or is too complex: {error}", constraint.field
             ) from None
         return compiled
+
+    def _try(self, compiled: "LlguidanceCompiled") -> None:
+        """The first row, and the one inside an object or array, where what is too large fails. Raises MatcherError."""
+        matcher, row = compiled.matcher(), np.empty(self.vocabulary.words, np.int32)
+        matcher.fill_mask(row)
+        for token in self._openers:
+            if row[token // 32] >> (token % 32) & 1 and matcher.accept(token):
+                matcher.fill_mask(row.copy())
+                matcher.rollback(1)
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: Masks, rows: Sequence[int]) -> list[MatcherError | None]:
         """`Backend.fill_masks`, over the machine's cores."""
@@ -200,15 +212,15 @@ def _grammar(constraint: Constraint) -> str:
         return _schema_grammar(constraint)
     if constraint.kind is ConstraintKind.GRAMMAR:
         outside = _LITERALS.sub("", constraint.source)
-        if re.search(r"<[^>\n]*>", outside) or "x-guidance" in constraint.source:
+        if re.search(r"<[^<>\n]*>", outside) or "x-guidance" in constraint.source:
             raise ConstraintError(
                 f"{constraint.field} names tokens (<...>) or x-guidance, which are not supported", constraint.field
             )
         return constraint.source
-    written = regex_syntax.written(regex_of(constraint))
-    if len(written) > MAX_WRITTEN_REGEX:
-        raise ConstraintError(f"{constraint.field} is too large a regular expression", constraint.field)
-    return f"start: /{written}/"
+    try:
+        return f"start: /{regex_syntax.written(regex_of(constraint))}/"
+    except regex_syntax.RegexError as error:
+        raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
 
 
 def _schema_grammar(constraint: Constraint) -> str:
@@ -217,13 +229,14 @@ def _schema_grammar(constraint: Constraint) -> str:
     except json_schema.SchemaError as error:
         raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
     text = orjson.dumps(schema | {"x-guidance": _SCHEMA_OPTIONS}).decode()
-    if len(text) > MAX_WRITTEN_REGEX:
+    if len(text) > MAX_WRITTEN_SCHEMA:
         raise ConstraintError(f"{constraint.field} has too large patterns", constraint.field)
     return f"start: %json {text}"
 
 
 def _clause(problem: str) -> str:
     """The library's message as one short clause."""
-    lines = [line.strip() for line in problem.replace("<non-verbose/>", "").split("<backtrace>")[0].splitlines()]
+    said = re.split(r"<backtrace>|^\s*\d+ \| ", problem.replace("<non-verbose/>", ""), flags=re.MULTILINE)[0]
+    lines = [line.strip() for line in said.splitlines()]
     text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", " ".join(line for line in lines if line))
     return text[:200] or "it is too complex"

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from bladellm_runtime.guided.pauses import breathe
+
 MAX_REPEAT = 2000
 MAX_DEPTH = 64
 MAX_CODE_POINT = 0x10FFFF
+MAX_WRITTEN = 2**20
+MAX_RANGES = 60_000
+"""Ranges of all the characters and classes of a pattern; one `\\W` has 700."""
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -69,23 +74,49 @@ def search(pattern: str) -> Node:
 
 def literal(text: str) -> Node:
     """The tree of one text."""
+    breathe()
     return Concat(tuple(Chars(((ord(char), ord(char)),)) for char in text))
 
 
 def written(node: Node) -> str:
-    """The tree in a syntax that every dialect of regular expressions with `\\x{...}` reads alike."""
-    match node:
-        case Chars(ranges):
-            if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-                return _written_char(ranges[0][0])
-            return "[" + "".join(f"{_written_char(low)}-{_written_char(high)}" for low, high in ranges) + "]"
-        case Concat(parts):
-            return "".join(written(part) for part in parts)
-        case Alternate(branches):
-            return "(?:" + "|".join(written(branch) for branch in branches) + ")"
-        case Repeat(inner, low, high):
-            bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high))
-            return f"(?:{written(inner)})" + (bounds or f"{{{low},{'' if high is None else high}}}")
+    """The tree in a syntax that every dialect of regular expressions with `\\x{...}` reads alike.
+
+    Raises `RegexError` above `MAX_WRITTEN` characters.
+    """
+    return _Writer().of(node)
+
+
+class _Writer:
+    """Counts what it writes: a class of all letters has thousands of characters, and may stand there often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def of(self, node: Node) -> str:
+        match node:
+            case Chars(ranges):
+                return self.counted(_written_chars(ranges))
+            case Concat(parts):
+                return "".join(map(self.of, parts))
+            case Alternate(branches):
+                return self.counted("(?:") + "|".join(map(self.of, branches)) + ")"
+            case Repeat(inner, low, high):
+                bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high))
+                return f"(?:{self.of(inner)})" + self.counted(bounds or f"{{{low},{'' if high is None else high}}}")
+
+    def counted(self, text: str) -> str:
+        breathe()
+        self.count += len(text)
+        if self.count > MAX_WRITTEN:
+            raise RegexError("it is too large")
+        return text
+
+
+@lru_cache(maxsize=512)
+def _written_chars(ranges: Ranges) -> str:
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _written_char(ranges[0][0])
+    return "[" + "".join(f"{_written_char(low)}-{_written_char(high)}" for low, high in ranges) + "]"
 
 
 def _written_char(code: int) -> str:
@@ -123,22 +154,25 @@ _ASCII_CLASSES: dict[str, Ranges] = {
 @lru_cache(maxsize=3)
 def _unicode_class(letter: str) -> Ranges:
     """Everything that some dialect takes for a digit, word character or space."""
-    if letter == "d":
-        inside = [code for code in range(MAX_CODE_POINT + 1) if unicodedata.category(chr(code)) == "Nd"]
-    elif letter == "w":
-        kinds = ("L", "M", "N", "Pc")
-        inside = [code for code in range(MAX_CODE_POINT + 1) if unicodedata.category(chr(code)).startswith(kinds)]
+    if letter in "dw":
+        kinds, inside = ("Nd",) if letter == "d" else ("L", "M", "N", "Pc"), []
+        for first in range(0, MAX_CODE_POINT + 1, 256):
+            breathe()
+            page = range(first, first + 256)
+            inside += [code for code in page if unicodedata.category(chr(code)).startswith(kinds)]
     else:
         inside = [*range(9, 14), *range(0x1C, 0x21), 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029]
         inside += [0x202F, 0x205F, 0x3000, 0xFEFF]
     return normalised([(code, code) for code in inside])
 
 
+@lru_cache(maxsize=6)
 def _narrow(letter: str) -> Ranges:
     """`\\letter` in the narrower reading."""
     return _ASCII_CLASSES[letter] if letter.islower() else complement(_unicode_class(letter.lower()))
 
 
+@lru_cache(maxsize=6)
 def _wide(letter: str) -> Ranges:
     """`\\letter` in the wider reading, for inside `[^...]`."""
     return _unicode_class(letter) if letter.islower() else complement(_ASCII_CLASSES[letter.lower()])
@@ -152,7 +186,7 @@ class _Parser:
     """Recursive descent over one pattern."""
 
     def __init__(self, pattern: str) -> None:
-        self.text, self.at = pattern, 0
+        self.text, self.at, self.ranges = pattern, 0, 0
 
     def branches(self) -> list[tuple[bool, Node, bool]]:
         """The alternatives at the top, each with whether `^` begins it and `$` ends it."""
@@ -184,7 +218,11 @@ class _Parser:
     def sequence(self, depth: int) -> Node:
         parts: list[Node] = []
         while self.at < len(self.text) and self.text[self.at] not in "|)^$":
-            parts.append(self.repeated(self.atom(depth)))
+            atom = self.atom(depth)
+            self.ranges += len(atom.ranges) if isinstance(atom, Chars) else 0
+            if self.ranges > MAX_RANGES:
+                raise RegexError("it has too many or too large character classes")
+            parts.append(self.repeated(atom))
         return parts[0] if len(parts) == 1 else Concat(tuple(parts))
 
     def atom(self, depth: int) -> Node:
@@ -204,6 +242,7 @@ class _Parser:
         return Chars(_one(ord(char)))
 
     def take(self) -> str:
+        breathe()
         if self.at >= len(self.text):
             raise RegexError("it ends too early")
         self.at += 1

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.shared_reads import PrefixGroup
-from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult, TokenMasks
 
 
 class ShowMessage(msgspec.Struct, tag=0, frozen=True, array_like=True):
@@ -73,6 +74,15 @@ class RunStep(msgspec.Struct, tag="step", frozen=True, array_like=True):
     samples: list[bool]
     num_decode: int
     prefixes: tuple[PrefixGroup, ...]
+    constrained: list[int]
+
+
+class SampleStep(msgspec.Struct, tag="sample", frozen=True, array_like=True):
+    """The `TokenMasks` of the step that the order before this one began, which has constrained rows."""
+
+    step: int
+    rows: list[int]
+    masks: bytes
 
 
 class UseMixedGraphs(msgspec.Struct, tag="mixed_graphs", frozen=True, array_like=True):
@@ -89,7 +99,7 @@ class CloseRank(msgspec.Struct, tag="close", frozen=True, array_like=True):
     """Finish what is in flight, release everything and exit."""
 
 
-RankOrder = RunStep | UseMixedGraphs | Serve | CloseRank
+RankOrder = RunStep | SampleStep | UseMixedGraphs | Serve | CloseRank
 
 
 class Numbered(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +166,7 @@ def step_message(plan: StepPlan) -> RunStep:
         plan.samples,
         plan.num_decode,
         plan.prefixes,
+        plan.constrained,
     )
 
 
@@ -172,7 +183,21 @@ def read_step(message: RunStep) -> StepPlan:
         message.samples,
         message.num_decode,
         message.prefixes,
+        message.constrained,
     )
+
+
+def sample_message(step: int, masks: TokenMasks) -> SampleStep:
+    """The masks of a step as they go over the wire."""
+    return SampleStep(step, masks.rows, masks.masks.tobytes())
+
+
+def read_masks(message: SampleStep) -> TokenMasks:
+    """The masks of `sample_message`."""
+    rows = len(message.rows)
+    # A copy: the bytes of a message may not be written to, which torch warns of.
+    words = np.frombuffer(message.masks, np.int32).copy()
+    return TokenMasks(message.rows, words.reshape(rows, len(words) // rows if rows else 0))
 
 
 def _operations(messages: list[Any]) -> list[Any]:

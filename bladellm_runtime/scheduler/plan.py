@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bladellm_runtime.kv.operations import MemoryPlan
 from bladellm_runtime.kv.shared_reads import PrefixGroup
 from bladellm_runtime.request import SamplingParams
@@ -34,7 +37,8 @@ class StepPlan:
     `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
 
     `memory` is carried out before the forward pass. `prefixes`: rows that may read what they share once; none with
-    prefill chunks in the step.
+    prefill chunks in the step. `constrained`: sampling rows, ascending, whose tokens a constraint restricts. A step
+    with such rows is sampled once its `TokenMasks` are there, and no other is launched before that.
     """
 
     step: int
@@ -47,6 +51,7 @@ class StepPlan:
     samples: list[bool] = field(default_factory=list)
     num_decode: int = 0
     prefixes: tuple[PrefixGroup, ...] = ()
+    constrained: list[int] = field(default_factory=list)
 
     @property
     def load(self) -> StepLoad:
@@ -55,6 +60,17 @@ class StepPlan:
         chunks = zip(self.starts[rows:], self.query_lens[rows:], strict=True)
         pairs = sum(chunk_pairs(start, tokens) for start, tokens in chunks)
         return StepLoad(rows, sum(self.starts[:rows]), sum(self.query_lens[rows:]), pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens constrained rows of a plan may get. rows: of the plan, all different; others may get any token.
+
+    masks: [len(rows), words] int32, contiguous: bit `token % 32` of word `token // 32` says that the token is allowed.
+    """
+
+    rows: list[int]
+    masks: NDArray[np.int32]
 
 
 @dataclass(slots=True)

@@ -50,6 +50,15 @@ class Planner:
             self._admit_ahead(plan, now)
         if self.shared_reads is not None and plan.num_decode == len(plan.slots):
             plan.prefixes = self.shared_reads.groups(plan.slots, group)
+        if self._roster.constrained:
+            plan.constrained = [
+                row for row, samples in enumerate(plan.samples) if samples and self._restricts(plan, row)
+            ]
+
+    def _restricts(self, plan: StepPlan, row: int) -> bool:
+        """Whether a constraint restricts the tokens of a row."""
+        seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+        return seq is not None and seq.prepared.matcher is not None
 
     def _own(self, sequences: list[Sequence]) -> Iterable[Sequence]:
         """Those of the micro-batch that the step is for; shows what becomes of the list meanwhile."""

@@ -1,20 +1,35 @@
 """`Prepared`: what a request was given before it could be scheduled."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 NO_ADAPTER = -1
 
 
+class Progress(Enum):
+    """What one more token means to a constraint."""
+
+    GOES_ON = "goes on"
+    """More text may follow."""
+    COMPLETE = "complete"
+    """It is the last token of the text: nothing but an end token could follow."""
+    ENDED = "ended"
+    """It is an end token, where the text may end."""
+    FAILED = "failed"
+    """The constraint cannot be followed any further; `TokenMatcher.failure` says why."""
+
+
 class TokenMatcher(Protocol):
     """Follows the tokens of one request along its constraint."""
 
-    def accept(self, token: int) -> bool:
-        """Go on by one token, of a text or an end token; False where it is not allowed, which no mask lets happen."""
+    failure: str
+    """A sentence for the client once the constraint cannot be followed any further; empty before."""
+    only_end_left: bool
+    """Whether, of the tokens allowed next, none has text; known where end tokens are held back."""
 
-    @property
-    def is_done(self) -> bool:
-        """True when no more text can follow: the request ends here."""
+    def accept(self, token: int) -> Progress:
+        """Go on by one token, of a text or an end token."""
 
 
 @dataclass(slots=True)
@@ -23,3 +38,12 @@ class Prepared:
 
     matcher: TokenMatcher | None = None
     adapter: int = NO_ADAPTER
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """A row of a plan whose next token a matcher restricts. held: min_tokens holds its end tokens back."""
+
+    row: int
+    matcher: TokenMatcher
+    held: bool

@@ -29,6 +29,8 @@ class Roster:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.preemptions = 0
+        self.constrained = 0
+        """Live sequences with a constraint."""
         self.ended: Callable[[int], None] | None = None
         """Called with the id of every request that ends."""
         self._lists = {State.WAITING: self.waiting, State.PREFILL: self.prefilling, State.DECODE: self.decoding}
@@ -36,6 +38,7 @@ class Roster:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind all others."""
         self.live[seq.request_id] = seq
+        self.constrained += seq.prepared.matcher is not None
         insert(self.waiting, seq)
 
     def admit(self, now: float, ahead: bool = False) -> Sequence | None:
@@ -106,6 +109,7 @@ class Roster:
         self.slots.disown(seq)
         self._move(seq, State.ENDED)
         del self.live[seq.request_id]
+        self.constrained -= seq.prepared.matcher is not None
         if self.ended is not None:
             self.ended(seq.request_id)
 

@@ -15,7 +15,7 @@ from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.planner import Planner
 from bladellm_runtime.scheduler.prefill_budget import StepBound
-from bladellm_runtime.scheduler.prepared import Prepared
+from bladellm_runtime.scheduler.prepared import ConstrainedRow, Prepared
 from bladellm_runtime.scheduler.results import ResultReader
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import by_arrival
@@ -154,6 +154,19 @@ class Scheduler:
         self._step_seconds += self.last_step_seconds
         self._last_completion = now
         return deltas
+
+    def constrained_rows(self, plan: StepPlan) -> list[ConstrainedRow] | None:
+        """The constrained rows of a planned step whose results are still wanted; None while a token that one of their
+        matchers must have first is in flight."""
+        found: list[ConstrainedRow] = []
+        for row in plan.constrained:
+            seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+            if seq is None or seq.prepared.matcher is None:
+                continue
+            if len(seq.tokens) < plan.starts[row] + plan.query_lens[row]:
+                return None
+            found.append(ConstrainedRow(row, seq.prepared.matcher, seq.generated < seq.params.min_tokens))
+        return found
 
     @property
     def steps_completed(self) -> int:

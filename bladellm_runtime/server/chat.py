@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.request import Constraint, SamplingParams
+from bladellm_runtime.server.constraints import read_constraint
 from bladellm_runtime.server.context import RequestContext
 from bladellm_runtime.server.errors import invalid_request, shown
 from bladellm_runtime.server.fields import Fields, ignored_fields, wrong_type
@@ -65,6 +66,7 @@ class ChatCall:
     include_usage: bool
     continuous_usage: bool
     cache_salt: str
+    constraint: Constraint | None
     resume_response: str | None
     add_generation_prompt: bool
     continue_final_message: bool
@@ -93,6 +95,7 @@ def parse_chat(body: Mapping[str, Any], ctx: RequestContext) -> ChatCall:
         include_usage=stream.include_usage,
         continuous_usage=stream.continuous_usage,
         cache_salt=read_cache_salt(fields),
+        constraint=read_constraint(body, fields, params),
         resume_response=resume_response,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,

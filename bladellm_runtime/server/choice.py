@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from bladellm_runtime.request import FinishReason
+from bladellm_runtime.server.limits import Failure
 from bladellm_runtime.server.logprobs import ChoiceLogprobs, TokenLogprob
 from bladellm_runtime.server.metrics import Metrics
 from bladellm_runtime.text.stream import TextDelta, TextStream
@@ -29,7 +30,7 @@ class Piece:
 
 
 class RunningChoice:
-    """Follows one choice. `on_delta` is its sink: it hands each piece on, and the error code if the choice failed."""
+    """Follows one choice. `on_delta` is its sink: it hands each piece on, and why the choice failed if it did."""
 
     __slots__ = (
         "_emit",
@@ -52,7 +53,7 @@ class RunningChoice:
         echo: str | None,
         tokenizer: Tokenizer,
         metrics: Metrics,
-        emit: Callable[["RunningChoice", Piece, str | None], None],
+        emit: Callable[["RunningChoice", Piece, Failure | None], None],
     ) -> None:
         self.index = index
         self.request = request
@@ -97,7 +98,13 @@ class RunningChoice:
             self.echo = None
         if text.finish is not None:
             self._count_end(text.finish)
-        self._emit(self, piece, (text.error or text.finish) if text.finish in _FAILED else None)
+        self._emit(self, piece, self._failure(delta) if text.finish in _FAILED else None)
+
+    def _failure(self, delta: RequestDelta) -> Failure:
+        """Why the choice ended without an answer, and the request field to change, where one is to blame."""
+        constraint = self.request.constraint
+        blamed = constraint.field if constraint is not None and delta.error == "constraint_refused" else None
+        return Failure(delta.error or str(delta.finish), delta.message, blamed)
 
     def _read_logprobs(self, logprobs: ChoiceLogprobs, delta: RequestDelta, text: TextDelta) -> list[TokenLogprob]:
         entries: list[TokenLogprob] = []

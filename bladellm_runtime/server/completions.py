@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bladellm_runtime.request import MAX_LOGPROBS, SamplingParams
+from bladellm_runtime.request import MAX_LOGPROBS, Constraint, SamplingParams
+from bladellm_runtime.server.constraints import read_constraint
 from bladellm_runtime.server.context import RequestContext, check_prompt_length
 from bladellm_runtime.server.errors import ApiError, invalid_request, shown
 from bladellm_runtime.server.fields import Fields, ignored_fields
@@ -41,6 +42,7 @@ class CompletionCall:
     include_usage: bool
     continuous_usage: bool
     cache_salt: str
+    constraint: Constraint | None
     echo: bool
     ignored_fields: tuple[str, ...]
 
@@ -68,6 +70,7 @@ def parse_completion(body: Mapping[str, Any], ctx: RequestContext) -> Completion
         include_usage=stream.include_usage,
         continuous_usage=stream.continuous_usage,
         cache_salt=read_cache_salt(fields),
+        constraint=read_constraint(body, fields, params),
         echo=echo,
         ignored_fields=ignored_fields(fields.left_over() + unknown_options, ctx.strict),
     )

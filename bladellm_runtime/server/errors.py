@@ -66,8 +66,12 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def generation_error(code: str | None) -> ApiError:
-    """The error for a request the engine gave up; `code` is `RequestDelta.error`."""
+def generation_error(code: str | None, sentence: str | None = None, param: str | None = None) -> ApiError:
+    """The error for a request the engine gave up; `code` and `sentence` are those of its last `RequestDelta`."""
+    if code == "constraint_refused":
+        return invalid_request(sentence or "The constraint of this request cannot be used", param, code)
+    if code == "constraint_failed":
+        return ApiError(500, sentence or "The constraint of this request could not be followed to its end", code=code)
     if code == "context_length_exceeded":
         return invalid_request("The prompt does not fit into the model's context", code=code)
     if code == "invalid_logits":

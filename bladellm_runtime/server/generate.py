@@ -109,7 +109,8 @@ async def prepare(state: ServerState, call: Call) -> list[PromptWork]:
     params = seeded(call.params)
     if isinstance(call, ChatCall):
         tokens = await tokenize_chat(state, call)
-        return [PromptWork(tokens, fit_max_tokens(params, len(tokens), state.context), cache_salt=call.cache_salt)]
+        fitted = fit_max_tokens(params, len(tokens), state.context)
+        return [PromptWork(tokens, fitted, cache_salt=call.cache_salt, constraint=call.constraint)]
     return [await _prepare_prompt(state, prompt, params, call) for prompt in call.prompts]
 
 
@@ -142,7 +143,7 @@ async def _prepare_prompt(
         tokens = prompt
         text = await state.pool.run("prompt", state.tokenizer.decode, prompt) if call.echo else ""
     fitted = fit_max_tokens(params, len(tokens), state.context)
-    return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt)
+    return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt, call.constraint)
 
 
 class _ClientWatch:

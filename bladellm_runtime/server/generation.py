@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from bladellm_runtime.request import FinishReason, SamplingParams
+from bladellm_runtime.request import Constraint, FinishReason, SamplingParams
 from bladellm_runtime.server.choice import Piece, RunningChoice
+from bladellm_runtime.server.limits import Failure
 from bladellm_runtime.server.responses import Usage
 from bladellm_runtime.server.state import ServerState
 from bladellm_runtime.wire.messages import AddRequest
@@ -17,12 +18,14 @@ MAX_UNREAD = 65536
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """One prompt, ready for the engine: its tokens, parameters that fit it, and the text to echo, if any."""
+    """One prompt, ready for the engine: its tokens, parameters that fit it, the text to echo and what its answers must
+    satisfy, if any."""
 
     tokens: list[int]
     params: SamplingParams
     echo: str | None = None
     cache_salt: str = ""
+    constraint: Constraint | None = None
 
 
 class Generation:
@@ -45,7 +48,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._choices: list[RunningChoice] = []
         self._aborted = False
-        self.error: str | None = None
+        self.error: Failure | None = None
         self.arrival = arrival
         self.started = False
         """True after the first token."""
@@ -111,10 +114,7 @@ class Generation:
 
     def fail(self, code: str) -> None:
         """End the request with an error, which the handler reports; the engine is told to stop."""
-        if not self._ended:
-            self.error = code
-            self._abort()
-            self._wake()
+        self._fail(Failure(code))
 
     def give_up_reader(self) -> None:
         """End the request of a client that does not read, and its connection, through which nothing can be said."""
@@ -131,7 +131,15 @@ class Generation:
 
     def _submit_choice(self, prompt: PromptWork, number: int) -> None:
         client = self._state.client
-        request = AddRequest(client.next_id(), prompt.tokens, prompt.params, number, self.arrival, prompt.cache_salt)
+        request = AddRequest(
+            client.next_id(),
+            prompt.tokens,
+            prompt.params,
+            number,
+            self.arrival,
+            prompt.cache_salt,
+            prompt.constraint,
+        )
         choice = RunningChoice(
             len(self._choices), request, prompt.echo, self._state.tokenizer, self._state.metrics, self._take
         )
@@ -139,13 +147,13 @@ class Generation:
         self._unfinished += 1
         client.submit(request, choice.on_delta)
 
-    def _take(self, choice: RunningChoice, piece: Piece, error: str | None) -> None:
+    def _take(self, choice: RunningChoice, piece: Piece, error: Failure | None) -> None:
         """Keep a piece for the handler; called by the choice for every delta."""
         self.started = True
         if choice.stopped_early and piece.finish is not None:
             self._state.client.abort([choice.request.request_id])
         if error is not None:
-            self.fail(error)
+            self._fail(error)
             return
         waiting = self._pending.get(choice.index)
         if waiting is None:
@@ -158,6 +166,12 @@ class Generation:
         if self._unread > MAX_UNREAD:
             self.give_up_reader()
         self._state.touched.append(self)
+
+    def _fail(self, failure: Failure) -> None:
+        if not self._ended:
+            self.error = failure
+            self._abort()
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,5 +1,7 @@
 """How many requests may be open, and the errors of a server that cannot take one."""
 
+from dataclasses import dataclass
+
 from bladellm_runtime.server.errors import ApiError, generation_error, invalid_request
 from bladellm_runtime.server.shared_counts import SharedCount, SharedCounts
 
@@ -67,10 +69,21 @@ UNAVAILABLE = {
 }
 
 
-def error_of(code: str | None) -> ApiError:
-    """What a client is told when its request ended with this error code, the engine's or the server's own."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request ended without its answer. code: the engine's or the server's own. sentence: the engine's, for the
+    client, where the code does not say it all. param: the request field to change, if there is one."""
+
+    code: str
+    sentence: str | None = None
+    param: str | None = None
+
+
+def error_of(failure: Failure) -> ApiError:
+    """What a client is told when its request ended early."""
+    code = failure.code
     if code in UNAVAILABLE:
         return unavailable(code)
     if code == "slow_reader":
         return ApiError(408, "The answer was not read for longer than --send_timeout", code=code)
-    return generation_error(code)
+    return generation_error(code, failure.sentence, failure.param)

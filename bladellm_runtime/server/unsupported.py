@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bladellm_runtime.server.errors import ApiError, invalid_request, shown
+from bladellm_runtime.guided.constraint import FIELDS as GUIDED_FIELDS
+from bladellm_runtime.server.errors import ApiError, invalid_request
 from bladellm_runtime.server.fields import Fields
 
 BOOKKEEPING_FIELDS = frozenset(
@@ -55,7 +56,7 @@ def refuse_unsupported(body: Mapping[str, Any], fields: Fields) -> None:
     """
     fields.ignore(BOOKKEEPING_FIELDS)
     for name in body:
-        if name.startswith("guided_") and fields.given(name):
+        if name.startswith("guided_") and name not in GUIDED_FIELDS and fields.given(name):
             raise _unsupported(name)
     for name in CONSTRAINT_FIELDS:
         value = fields.take(name)
@@ -67,16 +68,8 @@ def refuse_unsupported(body: Mapping[str, Any], fields: Fields) -> None:
             "chat_template",
             "unsupported_field",
         )
-    _check_response_format(fields)
     _check_tool_choice(fields)
     _check_modalities(fields)
-
-
-def _check_response_format(fields: Fields) -> None:
-    value = fields.object("response_format")
-    if value is not None and value.get("type") != "text":
-        kind = shown(value.get("type"))
-        raise _unsupported("response_format", f"response_format of type {kind} is not supported yet; use text")
 
 
 def _check_tool_choice(fields: Fields) -> None:

@@ -37,8 +37,10 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: AddRequest) -> None:
         self._params = request.params
         skip = request.params.skip_special_tokens
+        # A constraint is on every byte of the answer: no first space is taken away, half a character is no text.
+        self._exact = request.constraint is not None
         # A prompt of skipped tokens has no text, so the answer is where the text starts.
-        at_start = skip and all(token in tokenizer.special_ids for token in request.prompt)
+        at_start = skip and not self._exact and all(token in tokenizer.special_ids for token in request.prompt)
         self._detokenizer = Detokenizer(tokenizer, skip, at_start)
         stops = request.params.stop
         self._stops = StopMatcher(stops, request.params.include_stop_str_in_output) if stops else None
@@ -92,7 +94,7 @@ class TextStream:
 
     def _flush(self, out: TextDelta, tokens: int) -> int | None:
         """Add everything held back; returns `tokens` if that completes a stop string."""
-        rest = self._detokenizer.flush()
+        rest = "" if self._exact else self._detokenizer.flush()
         if self._stops is None:
             out.text += rest
             return None

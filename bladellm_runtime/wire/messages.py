@@ -107,6 +107,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     hold room they have not written to, the internal waste. `kv_maps` counts mapping calls, `kv_map_p99` is the 99th
     percentile of their recent durations and `kv_map_wait` how long steps waited for them, in seconds.
     `kernel_compiles_after_ready`: kernels compiled, or loaded from a cache on disk, that the start should have seen to.
+    Of constraints: `guided_hits` were found compiled or being compiled, `guided_misses` were not, `guided_refused`
+    requests were refused for theirs; `guided_compile_seconds` were spent compiling in the background, and what is kept
+    takes `guided_cache_bytes`. `guided_masks` rows of token masks took the engine `guided_mask_seconds`.
     """
 
     time: float = 0.0
@@ -130,6 +133,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_map_p99: float = 0.0
     kv_map_wait: float = 0.0
     kernel_compiles_after_ready: int = 0
+    guided_hits: int = 0
+    guided_misses: int = 0
+    guided_refused: int = 0
+    guided_compile_seconds: float = 0.0
+    guided_cache_bytes: int = 0
+    guided_mask_seconds: float = 0.0
+    guided_masks: int = 0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):

@@ -100,7 +100,7 @@ def run(rank: int, args: argparse.Namespace, meet: str) -> None:
         groups = {
             name: AllReduce(
                 dist.group.WORLD, rows=most, hidden=64, dtype=torch.float32, device=device,
-                gather_columns=columns, bounds=bounds,
+                gather_rows=most, gather_columns=columns, bounds=bounds,
             )
             for name, bounds in (("one", WAYS["one"]), ("nccl", WAYS["nccl"]))
         }  # fmt: skip

@@ -56,9 +56,10 @@ class AllReduce:
     """What the ranks of a group compute together. All ranks make the same calls in the same order on one stream.
 
     group: with NCCL where the tensors are CUDA's. All ranks make the object with the same numbers. rows: the most in a
-    call that is to be fast; hidden, dtype: of these rows. device: this rank's CUDA device, None where it has none; the
-    ranks of a host need devices of different numbers. gather_columns: of each rank's part in `all_gather_last`, of type
-    gather_dtype; 0 where that need not be fast. Calls with other shapes and types work too, by the group's collectives.
+    call that is to be fast, as far as `bounds` go; hidden, dtype: of these rows. device: this rank's CUDA device, None
+    where it has none; the ranks of a host need devices of different numbers. gather_rows: as `rows`, in
+    `all_gather_last`; gather_columns: of each rank's part there, of type gather_dtype; 0 where that need not be fast.
+    Calls with other shapes and types work too, by the group's collectives.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class AllReduce:
         hidden: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        gather_rows: int = 0,
         gather_columns: int = 0,
         gather_dtype: torch.dtype = torch.float32,
         bounds: Bounds | None = None,
@@ -80,8 +82,8 @@ class AllReduce:
         self._gathers: Exchange | None = None
         try:
             self._open_sums(rows, hidden * dtype.itemsize, bounds or Bounds.default(self.size))
-            if gather_columns:
-                self._gathers = self._open_gathers(rows, gather_columns * gather_dtype.itemsize)
+            if gather_rows and gather_columns:
+                self._gathers = self._open_gathers(gather_rows, gather_columns * gather_dtype.itemsize)
         except NoExchangeError as error:
             logger.info("ranks use the collectives of %s: %s", dist.get_backend(group), error)
 
@@ -89,6 +91,11 @@ class AllReduce:
     def fast_rows(self) -> int:
         """The most rows of a sum that is one kernel; 0 where there is none."""
         return max(0 if way is None else way.rows for way in (self._one, self._two))
+
+    @property
+    def fast_gathered_rows(self) -> int:
+        """The same of `all_gather_last`."""
+        return 0 if self._gathers is None else self._gathers.rows
 
     @property
     def bytes(self) -> int:

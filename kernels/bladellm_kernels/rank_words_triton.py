@@ -8,8 +8,9 @@ from bladellm_kernels import rank_exchange
 EMPTY = tl.constexpr(rank_exchange.EMPTY)
 TURNS = tl.constexpr(rank_exchange.TURNS)
 
-MOST_POLLS = 2**30
-"""A wait of minutes, some 0.5 µs a poll: a rank that is gone is the watchdog's matter, long before this."""
+MOST_POLLS = 400_000_000
+"""A wait of some 200 s, 0.5 µs a poll, longer than ranks may take to start: a rank that is gone is the watchdog's
+matter, long before this."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

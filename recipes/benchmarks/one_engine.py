@@ -98,7 +98,7 @@ class OneEngine:
         """Milliseconds from a prompt's arrival at an idle engine to its first token."""
         args = argparse.Namespace(repeats=self.args.repeats, trace=False)
         bench = prefill_steps.Bench(self.engine, 0, self.clocks)
-        graphs = bench.mixed is not None
+        graphs = bench.captures
         self.raw["prefill"] = []
         for tokens in self.cases.prefill:
             row = prefill_steps.measure_prefill(bench, args, tokens, graphs)

@@ -39,7 +39,7 @@ class Bench:
         """clocks: those of the engine's steps where it is watched already."""
         self.engine = engine
         self.clocks = clocks or watch_steps(engine.core)
-        self.mixed = runner_of(engine.core)._mixed
+        self.captures = bool(runner_of(engine.core).mixed_sizes)
         self.tokens: list[int] = []
         self.captured: list[bool] = []
         self._rng = np.random.default_rng(seed)
@@ -61,8 +61,11 @@ class Bench:
         scheduler.plan, runner._run_eagerly = planned, launched
 
     def use_graphs(self, used: bool) -> None:
-        """Whether steps with prefill chunks are replayed from now on, where they are captured; of one rank alone."""
-        runner_of(self.engine.core)._mixed = self.mixed if used else None
+        """Whether steps with prefill chunks are replayed from now on, where they are captured, on every rank."""
+        while not self.engine.core.idle:
+            self.engine.core.step()
+        runner: Any = self.engine.core._runner
+        runner.use_mixed_graphs(used)
 
     def reset(self) -> None:
         self.clocks.reset()
@@ -157,7 +160,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     memory = {name: round(size / GIB, 2) for name, size in engine.ready.memory}
     print(f"seconds {phases}; GiB {memory}", flush=True)
     bench, rows = Bench(engine, args.seed), []
-    ways = [False] if bench.mixed is None else [True, False]
+    ways = [True, False] if bench.captures else [False]
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     for tokens in args.prefills:
         for used in ways:

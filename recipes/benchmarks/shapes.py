@@ -26,6 +26,8 @@ LLAMA31_8B = LLAMA31 | dict(zip(NAMES, (4096, 14336, 32, 32, 8), strict=True))
 SHAPES: dict[str, dict[str, Any]] = {
     "llama31-8b": LLAMA31_8B,
     "llama31-8b-w4": LLAMA31_8B | {"quantization_config": GPTQ},
+    # 131 GiB in bf16: two H200s hold half of it each, and KV of some 350,000 tokens.
+    "llama31-70b": LLAMA31 | dict(zip(NAMES, (8192, 28672, 80, 64, 8), strict=True)),
     # As long as the longest context measured; the model itself was trained for 4,096 tokens.
     "llama2-13b": LLAMA
     | dict(zip(NAMES, (5120, 13824, 40, 40, 40), strict=True))

@@ -2,7 +2,9 @@
 
 Conversations that share beginnings, come back with another turn, use different salts, are aborted at random and need
 more KV memory than there is: sharing, eviction, swap and preemption all happen at once. At the end every counter must
-be zero again and, unless `--check 0`, a sample of the answers must equal those of an engine without any of it.
+be zero again and, unless `--check 0`, a sample of the answers must equal those of an engine without any of it. A long
+soak may be done in parts, of different seeds: `--add_to FILE` adds what this one found to what earlier ones did. The
+table comes last, and meanwhile the file FILE.progress has how far it is.
 """
 
 import argparse
@@ -20,6 +22,9 @@ from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
 
+TELL_SECONDS = 0.5
+PEAKS = ("kv_granules_cached", "kv_granules_shared", "kv_granules_swapped")
+"""Counters of the moment, of which the most is kept."""
 SALTS = ("", "", "", "tenant-a", "tenant-b")
 
 
@@ -74,6 +79,9 @@ class Soak:
         self.core = engine.core
         self.finished: list[Job] = []
         self.aborted = 0
+        self.most: dict[str, int] = dict.fromkeys(PEAKS, 0)
+        self.progress: Path | None = None
+        self._told = 0.0
         self._rng = rng
         self._streams = streams
         self._traffic = Traffic(rng, engine.ready.vocab_size, engine.ready.max_model_len)
@@ -89,8 +97,18 @@ class Soak:
             if self._running and self._rng.random() < 0.02:
                 self._abort()
             self._read(self.core.step())
+            if time.monotonic() - self._told > TELL_SECONDS:
+                self._tell(end - time.monotonic())
         while not self.core.idle:
             self._read(self.core.step())
+
+    def _tell(self, left: float) -> None:
+        """Note the peaks, and write how far it is where that is asked for."""
+        self._told, stats = time.monotonic(), self.core.stats(time.monotonic())
+        self.most = {name: max(most, getattr(stats, name)) for name, most in self.most.items()}
+        if self.progress is not None:
+            so_far = {"seconds_left": round(left), "requests": len(self.finished), "preemptions": stats.preemptions}
+            self.progress.write_text(json.dumps(so_far | self.most) + "\n")
 
     def _send(self) -> None:
         job = self._traffic.next()
@@ -174,6 +192,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         )
     )  # fmt: skip
     soak = Soak(engine, random.Random(args.seed), 2 * args.streams)
+    soak.progress = args.add_to and args.add_to.with_name(f"{args.add_to.name}.progress")
     soak.run(args.minutes * 60, args.requests)
     stats: EngineStats = engine.core.stats(time.monotonic())
     found: dict[str, Any] = {
@@ -182,12 +201,40 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens, "maps": stats.kv_maps,
         "left": leftovers(engine),
     }  # fmt: skip
+    found |= {f"most_{name.removeprefix('kv_granules_')}": most for name, most in soak.most.items()}
     engine.core.close()
     found["descriptors_left"] = max(0, len(os.listdir("/proc/self/fd")) - descriptors)
     if args.check:
         sample = random.Random(args.seed).sample(soak.finished, min(args.check, len(soak.finished)))
         found |= compare(sample, {**common, "disable_prompt_cache": True})
     return found
+
+
+def added(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of a soak together: sums, of peaks the highest, and what any of them left behind."""
+    whole: dict[str, Any] = {"parts": len(parts), "left": {}}
+    for part in parts:
+        whole["left"] |= part["left"]
+        for name, value in part.items():
+            if name.startswith("most_"):
+                whole[name] = max(whole.get(name, 0), value)
+            elif isinstance(value, int | float):
+                whole[name] = whole.get(name, 0) + value
+    return whole
+
+
+def table(found: dict[str, Any]) -> str:
+    """In Markdown."""
+    return "\n".join(["| what | number |", "| --- | ---: |", *(f"| {name} | {found[name]} |" for name in found)])
+
+
+def together(file: Path | None, found: dict[str, Any]) -> dict[str, Any]:
+    """What all parts in the file found with this one, which is written behind them."""
+    parts: list[dict[str, Any]] = json.loads(file.read_text()) if file is not None and file.exists() else []
+    parts.append(found)
+    if file is not None:
+        file.write_text(json.dumps(parts, indent=2) + "\n")
+    return added(parts)
 
 
 def main() -> None:
@@ -205,13 +252,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--max_model_len", type=int, default=1024)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add_to", type=Path, help="file of the parts of a soak, made if it is not there")
     args = parser.parse_args()
+    started = time.monotonic()
     found = report(args)
+    found["seconds"] = round(time.monotonic() - started)
     text = json.dumps(found, indent=2)
     print(text)
     if args.json:
         args.json.write_text(text + "\n")
-    sys.exit(bool(found["left"] or found.get("differing")))
+    whole = together(args.add_to, found)
+    print(f"\n{table(whole)}")
+    sys.exit(bool(whole["left"] or whole.get("differing")))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Engines whose pipeline stages are threads of this process: queues in place of links."""
 
 import queue
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,14 +65,9 @@ class AllStages:
     def finished(self, launched) -> bool:
         return all(runner.finished(step) for runner, step in zip(self._runners, launched, strict=True))
 
-    @contextmanager
-    def without_mixed_graphs(self):
-        kept = [runner._mixed for runner in self._runners]
+    def use_mixed_graphs(self, on: bool) -> None:
         for runner in self._runners:
-            runner._mixed = None
-        yield
-        for runner, mixed in zip(self._runners, kept, strict=True):
-            runner._mixed = mixed
+            runner.use_mixed_graphs(on)
 
     def add_stats(self, stats) -> None: ...
 

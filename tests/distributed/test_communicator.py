@@ -1,11 +1,15 @@
 """What ranks do together, in real processes."""
 
 import socket
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bladellm_runtime.distributed.communicator import connect, make_communicator
+from bladellm_runtime.distributed import communicator
+from bladellm_runtime.distributed.communicator import connect, disconnect, make_communicator
 from bladellm_runtime.errors import ConfigError
 from tests.distributed.processes import run_processes
 
@@ -54,3 +58,23 @@ def test_ranks_that_do_not_come_are_one_sentence():
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(ConfigError, match=r"^rank 1 cannot meet the other 1 at tcp://127"):
         connect(address, 1, 2, torch.device("cpu"), timeout_s=1.0)
+
+
+def test_leaving_gpus_waits_for_nobody(monkeypatch):
+    """NCCL's end hangs while somebody holds a graph with its kernels: this process goes on."""
+    aborted, let_go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        aborted.set()
+        let_go.wait(60.0)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: communicator.BACKENDS["cuda"])
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("waits for the other ranks"))
+    monkeypatch.setattr(communicator, "abort", hang)
+    monkeypatch.setattr(communicator, "LEAVE_SECONDS", 0.05)
+    started = time.monotonic()
+    disconnect()
+    let_go.set()
+    assert aborted.is_set()
+    assert time.monotonic() - started < 30.0

@@ -8,6 +8,8 @@ import pytest
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.step_graphs import graph_sizes
+from bladellm_runtime.guided.fsm.backend import FsmBackend
+from tests.guided.samples import small_vocabulary
 
 FEW_SIZES = [1, 4, 16]
 
@@ -22,3 +24,9 @@ def few_graphs(device: str) -> Iterator[None]:
 def few_sizes(args: EngineArgs) -> list[int]:
     asked = args.cuda_graph_batch_sizes or args.cuda_graph_max_batch_size
     return graph_sizes(args if asked else replace(args, cuda_graph_batch_sizes=FEW_SIZES))
+
+
+@pytest.fixture(scope="session")
+def fsm() -> FsmBackend:
+    """Automata over a small vocabulary."""
+    return FsmBackend(small_vocabulary())

@@ -12,7 +12,9 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.memory_recovery import LEAST_TOKENS, MemoryRecovery
 from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.engine.running_step import RunningStep
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError, step_error
+from bladellm_runtime.engine.uploaded_masks import UploadedMasks
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from tests.engine.test_core import ArithmeticRunner, drain, expected, make_core, make_requests
@@ -158,7 +160,8 @@ SWAPPING = {
 
 def answers(llm: LLM) -> list[tuple[list[int], str | None]]:
     params = [PARAMS[index % len(PARAMS)] for index in range(len(PROMPTS))]
-    return [(out.outputs[0].token_ids, out.outputs[0].error) for out in llm.generate(PROMPTS, params)]
+    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[5:7], params[5:7], guided_regex=r"[a-m ,]{1,90}")
+    return [(out.outputs[0].token_ids, out.outputs[0].error) for out in outputs]
 
 
 @pytest.fixture
@@ -174,12 +177,11 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
             return run(self, plan)
 
-        def fail_after(self: ModelRunner, plan: StepPlan, logits: torch.Tensor) -> object:
-            found = sample(self, plan, logits)
-            if chosen(plan):
-                failures.append(sum(plan.query_lens))
+        def fail_after(self: ModelRunner, logits: torch.Tensor, step: RunningStep, masks: UploadedMasks | None) -> None:
+            sample(self, logits, step, masks)
+            if chosen(step.plan):
+                failures.append(sum(step.plan.query_lens))
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-            return found
 
         monkeypatch.setattr(ModelRunner, "_run_flat", fail_before)
         monkeypatch.setattr(ModelRunner, "_sample", fail_after)
@@ -194,7 +196,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
     ids=str,
 )
 def test_row_40_the_model_gives_the_same_tokens(demo_model, sabotage, overlap, options):
-    """Penalties, seeds, log-probabilities and cached prompts survive steps that were half done."""
+    """Penalties, seeds, log-probabilities, constraints and cached prompts survive steps that were half done."""
     flags = {"device": "cpu", "kv_cache_gib": 0.02, "dtype": "float32", "disable_overlap": not overlap} | options
     with LLM(str(demo_model), **flags) as llm:
         wanted = answers(llm)

@@ -268,3 +268,28 @@ def test_what_cannot_be_captured_is_named_and_decode_graphs_stay(demo_model, cap
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "steps with prefill chunks run without CUDA graphs: attention._attend cannot be captured" in warnings[0]
+
+
+def test_graphs_end_with_the_engine_whoever_holds_them(demo_model):
+    """What NCCL has in a graph keeps it from ending: steps that are watched must not keep theirs."""
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1, **SIZES}
+    with captured_llm(str(demo_model), Again(), **options) as llm:
+        runner = llm._engine.core._runner
+        held = [runner._graphs, runner._mixed]
+        assert all(graphs._graphs for graphs in held)
+    assert not any(graphs._graphs for graphs in held)
+
+
+def test_steps_with_chunks_are_launched_eagerly_when_asked_to(demo_model):
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1, "disable_prompt_cache": True, **SIZES}
+    with captured_llm(str(demo_model), Again(), **options) as llm:
+        runner, found, replayed = llm._engine.core._runner, [], []
+        sizes = count_mixed(llm)
+        for on in (True, False, True):
+            runner.use_mixed_graphs(on)
+            before = len(sizes)
+            outputs = llm.generate([reference.PROMPTS[0]], greedy_params())
+            found.append(outputs[0].outputs[0].token_ids)
+            replayed.append(len(sizes) > before)
+    assert replayed == [True, False, True]
+    assert found[0] == found[1] == found[2]

@@ -15,13 +15,19 @@ import pytest
 from tests.support.live import LiveServer, completion_text, fake_answer, fake_command, until
 
 NEIGHBOUR_TOKENS = 48
+GUIDED_CACHE_MIB = 2
 
 
 @pytest.fixture(scope="session", params=["fake", pytest.param("real", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """A live server shared by the tests: 64 slots, a KV cache of 16,384 tokens, a queue of 64, 1 MiB bodies."""
-    engine = fake_command(step_seconds=0.004, kv_tokens=16384) if request.param == "fake" else "real"
-    extra = {} if request.param == "fake" else {"kv_cache_gib": 0.0625, "device": request.config.getoption("--device")}
+    """A live server shared by the tests: 64 slots, a KV cache of 16,384 tokens, a queue of 64, 1 MiB bodies, 2 MiB for
+    constraints."""
+    fake = fake_command(step_seconds=0.004, kv_tokens=16384, guided_cache_mib=GUIDED_CACHE_MIB)
+    engine, extra = (
+        (fake, {}) if request.param == "fake" else ("real", {"device": request.config.getoption("--device")})
+    )
+    if engine == "real":
+        extra |= {"kv_cache_gib": 0.0625, "guided_cache_mib": GUIDED_CACHE_MIB}
     limits = {
         "max_running_requests": 64,
         "max_queue_size": 64,

@@ -288,17 +288,19 @@ def test_row_24_unknown_and_constraint_fields(server, path):
     plain = text_of(ask(server, path, temperature=0))
     assert text_of(ask(server, path, temperature=0, wibble=1, user="me", metadata={"a": 1}, store=True)) == plain
     for name, value in (
-        ("guided_json", "{}"),
-        ("guided_regex", "a"),
         ("guided_unheard_of", 1),
+        ("guided_decoding_backend", "outlines"),
         ("structured_outputs", {"regex": "a"}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("logits_processors", ["x"]),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
     ):
         assert refused(server, path, **{name: value})["param"] == name
+    assert text_of(ask(server, path, guided_regex="ab{2}")) == ("abb", "stop")
+    assert text_of(ask(server, path, guided_choice=["ab", "ab"])) == ("ab", "stop")
+    assert text_of(ask(server, path, guided_regex=None, response_format={"type": "text"}, temperature=0)) == plain
 
 
 def test_row_24_ignored_fields_are_told(server):

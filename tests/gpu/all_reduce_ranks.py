@@ -94,7 +94,7 @@ def check_gathers(rank: int, ranks: int, meet: str, seed: int) -> None:
             for columns in (64, 4032, 16032):
                 group = AllReduce(
                     dist.group.WORLD, rows=64, hidden=64, dtype=dtype, device=device,
-                    gather_columns=columns, gather_dtype=dtype,
+                    gather_rows=64, gather_columns=columns, gather_dtype=dtype,
                 )  # fmt: skip
                 for rows in (1, 5, 64, 65):
                     x = torch.randn(rows, columns, device=device).to(dtype)

@@ -31,6 +31,7 @@ def answers(model: str, **options: Any) -> dict[str, Any]:
             "logprobs": [[entry.logprobs[0] for entry in one.logprobs or []] for one in scored],
             "captured": runner.captured,
             "fast_rows": 0 if group is None else group._sums.fast_rows,
+            "fast_gathered_rows": 0 if group is None else group._sums.fast_gathered_rows,
             "memory": dict(llm.ready.memory),
         }
 

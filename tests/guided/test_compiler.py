@@ -1,8 +1,12 @@
 """Compilation off the caller's thread: once each, in time, within bytes, live matchers kept."""
 
+import json
+import random
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ from bladellm_runtime.guided.compiler import Compiler
 from bladellm_runtime.guided.constraint import ConstraintError
 from bladellm_runtime.guided.llguidance_backend import LlguidanceBackend
 from bladellm_runtime.request import Constraint, ConstraintKind
+from tests.guided.samples import write
 
 
 class Compiled:
@@ -127,12 +132,44 @@ def test_live_matchers_keep_their_constraint(slow: Compiler) -> None:
     assert slow.counts().evicted >= 55
 
 
-def test_many_schemas_stay_within_their_bytes(llguidance: LlguidanceBackend) -> None:
-    compiler = Compiler(llguidance, max_bytes=2**21)
-    for i in range(300):
-        compiler.compile(Constraint(ConstraintKind.JSON, f'{{"const":{i}}}', "guided_json"))
+def distinct(number: int) -> Constraint:
+    """A schema unlike that of any other number, of several lexemes."""
+    kinds = ({"type": "string", "maxLength": 5 + number % 40}, {"type": "integer", "minimum": number})
+    properties = {f"field {number} {index}": kinds[index % 2] for index in range(6)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)[::2]}
+    return Constraint(ConstraintKind.JSON, json.dumps(schema), "guided_json")
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def check_many(llguidance: LlguidanceBackend, count: int) -> None:
+    """Many schemas in a row, some followed for a while, three in use all the time."""
+    compiler, rng = Compiler(llguidance, max_bytes=2**22), random.Random(count)
+    held = [compiler.compile(distinct(-1 - number)) for number in range(3)]
+    live, before = [compiler.matcher(ready) for ready in held], resident()
+    for number in range(count):
+        matcher = compiler.matcher(compiler.compile(distinct(number)))
+        if number % 20 == 0:
+            write(matcher, llguidance.vocabulary, rng, 40)
+        assert compiler.counts().byte_count <= compiler.max_bytes
+    del matcher
+    assert resident() - before < 2**22 + 2**26
+    assert [compiler.compile(distinct(-1 - number)) for number in range(3)] == held
+    assert len(live) == 3
     counts = compiler.counts()
-    assert counts.byte_count <= 2**21
-    assert counts.entries < 40
+    assert counts.entries < 60
+    assert counts.evicted > count - 60
     assert counts.seconds > 0
     compiler.close()
+
+
+def test_many_schemas_stay_within_their_bytes(llguidance: LlguidanceBackend) -> None:
+    check_many(llguidance, 300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_schemas_stay_within_their_bytes(llguidance: LlguidanceBackend) -> None:
+    check_many(llguidance, 10_000)

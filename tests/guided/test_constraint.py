@@ -47,6 +47,13 @@ def test_no_constraint() -> None:
     assert constraint_of({"guided_regex": "a", "response_format": {"type": "text"}}) is not None
 
 
+def test_what_goes_with_a_schema_in_response_format() -> None:
+    holder = {"name": "a", "description": None, "strict": False, "schema": PROFILE}
+    made = constraint_of({"response_format": {"type": "json_schema", "json_schema": holder}})
+    assert made == constraint_of({"response_format": {"type": "json_schema", "json_schema": {"schema": PROFILE}}})
+    assert constraint_of({"response_format": {"type": "json_object", "json_schema": None}}) is not None
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -66,6 +73,9 @@ def test_no_constraint() -> None:
         {"response_format": "json_object"}, {"response_format": {}}, {"response_format": {"type": ["text"]}},
         {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "json_schema", "json_schema": {}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}},
+        {"response_format": {"type": "json_object", "schema": {"type": "string"}}},
+        {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "regex": "a"}}},
     ],
     ids=lambda fields: str(fields)[:40],
 )  # fmt: skip

@@ -29,8 +29,8 @@ def alone(tmp_path):
 def be_rank(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=rank, world_size=ranks)
     for dtype in DTYPES:
-        group = AllReduce(dist.group.WORLD, rows=8, hidden=HIDDEN, dtype=dtype, gather_columns=5)
-        assert (group.fast_rows, group.bytes) == (0, 0)
+        group = AllReduce(dist.group.WORLD, rows=8, hidden=HIDDEN, dtype=dtype, gather_rows=8, gather_columns=5)
+        assert (group.fast_rows, group.fast_gathered_rows, group.bytes) == (0, 0, 0)
         for seed in range(3):
             torch.manual_seed(seed)
             parts = [torch.randn(seed + 1, HIDDEN).to(dtype) for _ in range(ranks)]

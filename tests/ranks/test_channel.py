@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
@@ -19,14 +20,17 @@ from bladellm_runtime.ranks.messages import (
     Pulse,
     RankReport,
     RunStep,
+    SampleStep,
     Serve,
     encode,
+    read_masks,
     read_step,
+    sample_message,
     step_message,
 )
 from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, TokenMasks
 from tests.support.live import until
 
 ROUNDS = 200
@@ -51,7 +55,8 @@ def some_plan(step: int) -> StepPlan:
     lists = [some_numbers(rows) for _ in range(4)]
     samples = [random.random() < 0.5 for _ in range(rows)]
     prefixes = (PrefixGroup((0, 1, 5), 8), PrefixGroup((2, 3), 40))
-    return StepPlan(step, [load], some_operations(), *lists, samples, random.randrange(rows + 1), prefixes)
+    decodes, constrained = random.randrange(rows + 1), sorted(random.sample(range(rows), rows // 2))
+    return StepPlan(step, [load], some_operations(), *lists, samples, decodes, prefixes, constrained)
 
 
 def a_place() -> str:
@@ -84,6 +89,20 @@ def test_a_plan_arrives_as_it_was():
             found.memory.views + found.memory.moves, plan.memory.views + plan.memory.moves, strict=True
         ):
             assert type(mine) is type(own)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_masks_arrive_as_they_were(rows):
+    masks = np.frombuffer(random.randbytes(4 * rows * 37), np.int32).reshape(rows, 37)
+    sent = TokenMasks(sorted(random.sample(range(99), rows)), masks)
+    message = channel.decode_order(encode(channel.Numbered(3, sample_message(8, sent))))
+    assert isinstance(message.order, SampleStep)
+    assert message.order.step == 8
+    found = read_masks(message.order)
+    assert found.rows == sent.rows
+    assert found.masks.dtype == np.int32
+    assert np.array_equal(found.masks, masks if rows else np.empty((0, 0)))
+    assert found.masks.flags.writeable
 
 
 @pytest.mark.parametrize("secret", [None, Secret(b"sixteen bytes and more")])

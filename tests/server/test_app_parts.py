@@ -17,7 +17,7 @@ from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.exchange import ClientGone, Exchange
 from bladellm_runtime.server.histogram import Histogram
-from bladellm_runtime.server.limits import UNAVAILABLE, Admission, error_of
+from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
 from bladellm_runtime.server.listener import bind, url_of
 from bladellm_runtime.server.shared_counts import SharedCounts
 
@@ -83,9 +83,18 @@ def test_admission_never_exceeds_its_limit_and_gives_everything_back(limit, size
 
 def test_every_code_of_the_server_has_a_status_clients_retry():
     for code in UNAVAILABLE:
-        error = error_of(code)
+        error = error_of(Failure(code))
         assert (error.status, error.code, error.type) == (503, code, "server_error")
         assert error.retry_after is not None
+
+
+def test_a_failure_carries_the_sentence_of_the_engine():
+    refused = error_of(Failure("constraint_refused", "guided_regex is too large", "guided_regex"))
+    assert (refused.status, refused.param, refused.message) == (400, "guided_regex", "guided_regex is too large")
+    assert (refused.code, refused.type) == ("constraint_refused", "invalid_request_error")
+    failed = error_of(Failure("constraint_failed", "x" * 10_000))
+    assert (failed.status, failed.param, failed.code, len(failed.message)) == (500, None, "constraint_failed", 500)
+    assert error_of(Failure("never_heard_of")).status == 500
 
 
 class FakeClient:

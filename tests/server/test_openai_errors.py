@@ -29,7 +29,10 @@ BAD = [
     ({"extra_body": {"min_tokens": 6}}, "min_tokens"),
     ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
     ({"extra_body": {"stop_token_ids": [8192]}}, "stop_token_ids"),
-    ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
+    ({"extra_body": {"guided_anything": "a+"}}, "guided_anything"),
+    ({"extra_body": {"guided_regex": "(?=a)b"}}, "guided_regex"),
+    ({"extra_body": {"guided_json": {"type": "array", "uniqueItems": True}}}, "guided_json"),
+    ({"extra_body": {"guided_regex": "a+"}, "stop": "b"}, "stop"),
     ({"extra_body": {"best_of": 3}}, "best_of"),
 ]
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
@@ -38,7 +41,7 @@ CHAT_ONLY = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_objects"}}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
 ]
 COMPLETIONS_ONLY = [
@@ -49,7 +52,8 @@ COMPLETIONS_ONLY = [
     ({"logprobs": 21}, "logprobs"),
     ({"suffix": "end"}, "suffix"),
 ]
-UNSUPPORTED = ("guided_regex", "tools", "response_format", "suffix", "messages[0].content[0].type")
+UNSUPPORTED = ("guided_anything", "tools", "suffix", "messages[0].content[0].type")
+CONSTRAINED = ("guided_regex", "guided_json", "response_format")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,10 @@ def test_bad_fields(client, ask, fields, param, stream):
         return
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, stream=stream, **fields)
-    assert_helpful(caught.value, 400, param, "unsupported_field" if param in UNSUPPORTED else None)
+    code = "unsupported_field" if param in UNSUPPORTED else None
+    if param in CONSTRAINED or "guided_regex" in fields.get("extra_body", ()):
+        code = "constraint_refused"
+    assert_helpful(caught.value, 400, param, code)
     assert caught.value.type == "invalid_request_error"
 
 

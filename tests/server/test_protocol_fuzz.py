@@ -21,9 +21,11 @@ NAMES = [
     "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "echo", "suffix", "frequency_penalty",
     "repetition_penalty", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "resume_response",
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "response_format",
-    "guided_json", "tools", "tool_choice", "functions", "function_call", "modalities", "audio",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_other",
+    "tools", "tool_choice", "functions", "function_call", "modalities", "audio",
     "structured_outputs", "user", "metadata", "bad_words", "unheard_of",
 ]  # fmt: skip
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 KEYS = st.sampled_from(
     ["role", "content", "type", "text", "include_usage", "0", "499", "500", "name", "tool_calls", "json_schema", "é"]
 )
@@ -70,7 +72,11 @@ def test_parsers_raise_nothing_but_4xx(body, parse, ctx, prompt_len):
     assert 1 <= call.params.n <= 128
     assert 0 <= fitted.max_tokens <= 100 - prompt_len
     assert all(HEADER_VALUE.fullmatch(name) for name in call.ignored_fields)
-    assert not any(name.startswith("guided_") and value is not None for name, value in body.items())
+    assert body.get("guided_other") is None
+    kind = body["response_format"]["type"] if body.get("response_format") is not None else "text"
+    asked = [name for name in GUIDED if body.get(name) is not None] + ["response_format"] * (kind != "text")
+    assert ([] if call.constraint is None else [call.constraint.field]) == asked
+    assert not (asked and (fitted.stop or fitted.stop_token_ids))
 
 
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), VALUES, max_size=6), st.booleans())

@@ -263,10 +263,10 @@ def test_token_prompt_beyond_the_context_is_refused_before_its_ids_are_looked_at
 
 
 CONSTRAINTS = [
-    {"guided_json": "{}"}, {"guided_regex": "a+"}, {"guided_choice": ["a"]}, {"guided_anything": 1},
-    {"guided_json": {}},
-    {"structured_outputs": {"json": {}}}, {"response_format": {"type": "json_object"}}, {"response_format": {}},
+    {"guided_anything": 1}, {"guided_whitespace_pattern": " ?"}, {"guided_decoding_backend": "outlines"},
+    {"structured_outputs": {"json": {}}}, {"response_format": {}}, {"regex": "a"}, {"ebnf": "x"}, {"json_schema": "{}"},
     {"response_format": "text"}, {"response_format": {"type": "json_schema", "json_schema": {}}}, {"grammar": "x"},
+    {"response_format": {"type": "structural_tag"}}, {"structural_tag": "x"},
     {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"}, {"functions": [{}]},
     {"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"function_call": {"name": "f"}},
     {"logits_processors": ["x"]}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"chat_template": "{{ 1 }}"},

@@ -1,5 +1,7 @@
 """An engine without a model: it speaks the wire's messages, and a token depends on prompt, choice and position only.
 
+A constraint acts: `tests/support/fake_guide.py` picks a token that it allows, whatever the prompt says.
+
 Its prompt cache remembers every prompt for ever, in granules and by salt, and says how much of a prompt it knew.
 
 A prompt whose text holds a command makes it misbehave or say a given text:
@@ -24,9 +26,11 @@ import threading
 import time
 import zlib
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from tokenizers import Tokenizer
@@ -48,6 +52,10 @@ from bladellm_runtime.wire.messages import (
 )
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
+if TYPE_CHECKING:
+    from bladellm_runtime.guided.backend import Compiled, Matcher
+    from tests.support.fake_guide import FakeGuide
+
 DEMO_MODEL = Path(__file__).parents[2] / "recipes" / "models" / "demo"
 VOCAB_SIZE = 8192
 MAX_MODEL_LEN = 4096
@@ -65,6 +73,7 @@ class FakeSettings:
     kv_tokens: int = 65536
     heartbeat_seconds: float = 0.25
     max_model_len: int = MAX_MODEL_LEN
+    guided_cache_mib: float = 256.0
 
 
 @dataclass
@@ -79,6 +88,7 @@ class Running:
     script: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    matcher: "Matcher | None" = None
 
     @property
     def granules(self) -> int:
@@ -146,26 +156,38 @@ class FakeEngine:
         self._settings = settings
         self._waiting: deque[AddRequest] = deque()
         self._running: dict[int, Running] = {}
+        self._compiling: dict[int, tuple[AddRequest, Future[Compiled]]] = {}
+        self._matchers: dict[int, Matcher] = {}
         self._memory = PromptMemory()
         self._stats = EngineStats(
             slots=settings.slots, kv_granules=granules(settings.kv_tokens), granule_tokens=GRANULE_TOKENS
         )
         self._stop = False
 
+    @cached_property
+    def _guide(self) -> "FakeGuide":
+        """Made for the first constraint: most tests have none."""
+        from tests.support.fake_guide import FakeGuide
+
+        return FakeGuide(DEMO_MODEL, VOCAB_SIZE, [EOS, 0], int(self._settings.guided_cache_mib * 2**20))
+
     def run(self) -> None:
         self._port.send(fake_ready(self._settings))
         while not self._stop:
-            idle = not self._running and not self._waiting
+            idle = not self._running and not self._waiting and not self._compiling
             deltas = self._receive(self._settings.heartbeat_seconds if idle else 0.0)
+            deltas += self._take_compiled()
             deltas += self._step()
             self._port.send(StepOutput(deltas, self._reading()))
-            if self._running:
+            if self._running or self._compiling:
                 time.sleep(self._settings.step_seconds)
 
     def _receive(self, timeout: float) -> list[RequestDelta]:
         deltas = []
         for message in self._port.receive(timeout):
-            if isinstance(message, AddRequest):
+            if isinstance(message, AddRequest) and message.constraint is not None:
+                self._compiling[message.request_id] = message, self._guide.compiling(message.constraint)
+            elif isinstance(message, AddRequest):
                 self._waiting.append(message)
             elif isinstance(message, AbortRequests):
                 deltas += [self._abort(request_id) for request_id in message.request_ids if self._knows(request_id)]
@@ -177,15 +199,34 @@ class FakeEngine:
         return deltas
 
     def _ids(self) -> list[int]:
-        return [*self._running, *(item.request_id for item in self._waiting)]
+        return [*self._running, *self._compiling, *(item.request_id for item in self._waiting)]
 
     def _knows(self, request_id: int) -> bool:
-        return request_id in self._running or any(item.request_id == request_id for item in self._waiting)
+        return request_id in self._ids()
 
     def _abort(self, request_id: int) -> RequestDelta:
         self._running.pop(request_id, None)
+        self._compiling.pop(request_id, None)
+        self._matchers.pop(request_id, None)
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
         return RequestDelta(request_id, [], finish=FinishReason.ABORT)
+
+    def _take_compiled(self) -> list[RequestDelta]:
+        """Let requests whose constraint is compiled wait for a slot; returns the refusals of the others."""
+        refused = []
+        for request_id, (request, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[request_id]
+            error = future.exception()
+            if error is None:
+                self._matchers[request_id] = self._guide.matcher(future.result())
+                self._waiting.append(request)
+            else:
+                refused.append(
+                    RequestDelta(request_id, [], FinishReason.ERROR, "constraint_refused", message=str(error))
+                )
+        return refused
 
     def _step(self) -> list[RequestDelta]:
         started = time.monotonic()
@@ -219,6 +260,7 @@ class FakeEngine:
         running = Running(request, command, argument, time.monotonic(), key)
         if command == "say":
             running.script = [*tokenizer().encode(argument, add_special_tokens=False).ids, EOS]
+        running.matcher = self._matchers.pop(request.request_id, None)
         running.cached = self._memory.enter(request.prompt, request.cache_salt)
         self._stats.prompt_tokens += len(request.prompt)
         self._stats.cached_tokens += running.cached
@@ -245,7 +287,12 @@ class FakeEngine:
         params, position = running.request.params, len(running.tokens)
         if params.max_tokens == 0:
             return self._end(running, [], FinishReason.LENGTH, None)
-        token = self._next_token(running, position)
+        try:
+            token = self._next_token(running, position)
+        except RuntimeError as failure:
+            delta = self._end(running, [], FinishReason.ERROR, "constraint_failed")
+            delta.message = f"The constraint could not be followed to its end: {failure}"
+            return delta
         running.tokens.append(token)
         self._stats.generated_tokens += 1
         room = self._settings.max_model_len - len(running.request.prompt)
@@ -256,12 +303,16 @@ class FakeEngine:
         return self._delta(running, [token], None, None)
 
     def _next_token(self, running: Running, position: int) -> int:
+        if running.matcher is not None:
+            return self._guide.next_token(running.matcher, running.key, position)
         if running.script is not None:
             return running.script[min(position, len(running.script) - 1)]
         return token_at(running.key, position)
 
     def _stops(self, running: Running, token: int) -> bool:
         params = running.request.params
+        if running.matcher is not None:
+            return token in (EOS, 0)  # is in its masks only where the text may end
         if len(running.tokens) < params.min_tokens:
             return False
         return token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
@@ -298,7 +349,9 @@ class FakeEngine:
     def _reading(self) -> EngineStats:
         self._stats.time = time.monotonic()
         self._stats.running = len(self._running)
-        self._stats.waiting = len(self._waiting)
+        self._stats.waiting = len(self._waiting) + len(self._compiling)
+        if "_guide" in vars(self):
+            self._guide.count(self._stats)
         self._stats.kv_granules_used = self._used()
         return self._stats
 

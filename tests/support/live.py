@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -236,6 +237,10 @@ class OpenStream:
         """All further events, to the `[DONE]` that must end the stream."""
         # `read` stops after a line, in front of the empty one that ends its event.
         return events(self.response.read().removeprefix(b"\n"))
+
+    def abandon(self) -> None:
+        """Leave while another thread reads, which then finds the stream at its end."""
+        self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Leave."""

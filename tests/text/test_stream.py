@@ -1,8 +1,9 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bladellm_runtime.request import FinishReason
+from bladellm_runtime.request import Constraint, ConstraintKind, FinishReason
 from bladellm_runtime.text.stream import TextDelta, TextStream
 from bladellm_runtime.wire.messages import RequestDelta, TokenLogprobs
 from tests.text.samples import add_request, any_text, demo, sentencepiece, split_randomly
@@ -167,6 +168,17 @@ def test_the_space_before_an_answer_depends_on_the_prompt():
         assert stream.feed(RequestDelta(1, answer, LENGTH)).text == text
     stream = TextStream(sentencepiece(), add_request([1], skip_special_tokens=False))
     assert stream.feed(RequestDelta(1, answer, LENGTH)).text == " the cat"
+
+
+def test_a_constrained_answer_is_the_bytes_of_its_tokens():
+    """No space of the first word is taken away, and a cut inside a character leaves the beginning of a valid text."""
+    constraint = Constraint(ConstraintKind.REGEX, " the cat", "guided_regex")
+    request = msgspec.structs.replace(add_request([1]), constraint=constraint)
+    stream = TextStream(sentencepiece(), request)
+    assert stream.feed(RequestDelta(1, sentencepiece().encode("the cat"), LENGTH)).text == " the cat"
+    half = demo().encode("ab\U0001f9ff")[:-1]
+    stream = TextStream(demo(), request)
+    assert stream.feed(RequestDelta(1, half)).text + stream.feed(RequestDelta(1, [], LENGTH)).text == "ab"
 
 
 def test_an_empty_last_delta_ends_the_stream():

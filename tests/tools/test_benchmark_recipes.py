@@ -42,6 +42,34 @@ def test_a_short_soak_leaves_nothing_and_changes_no_answer(flags, tmp_path):
     assert found["cached_tokens"] > 0
 
 
+def test_the_parts_of_a_soak_add_up(tmp_path):
+    before = {"requests": 7, "aborted": 2, "most_cached": 10**6, "left": {"running": 3}}
+    (tmp_path / "parts").write_text(json.dumps([before]))
+    flags = ("--device", "cpu", "--requests", "20", "--max_model_len", "96", "--streams", "4", "--check", "0")
+    done = run("soak.py", *flags, "--kv_cache_gib", "0.002", "--add_to", str(tmp_path / "parts"))
+    assert done.returncode == 1, "what an earlier part left behind counts"
+    first, second = json.loads((tmp_path / "parts").read_text())
+    assert first == before
+    assert second["left"] == {}
+    assert f"| requests | {7 + second['requests']} |" in done.stdout
+    assert f"| most_cached | {10**6} |" in done.stdout
+    assert "seconds_left" in json.loads((tmp_path / "parts.progress").read_text())
+
+
+@pytest.mark.parametrize(
+    "degree", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
+)
+def test_what_several_ranks_make_of_a_shape_is_measured(tmp_path, degree):
+    flags = ("--batches", "1", "3", "--prefills", "40", "--input", "9", "--output", "4", "--requests", "6")
+    flags += ("--steps", "5", "--max_running_requests", "4", "--kv_cache_gib", "0.05", "--device", "cpu")
+    done = run_script(ROOT / "recipes/benchmarks/parallel_steps.py", str(tmp_path), "tiny", f"--{degree}", "2", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
+    measured = {row[1].strip(): row[5].strip() for row in cells[2:]}
+    assert list(measured) == ["engine ready", "decode 1", "decode 3", "prefill 40", "offline"]
+    assert all(float(value.replace(",", "")) > 0 for value in measured.values())
+
+
 def test_long_contexts_are_measured(tmp_path):
     flags = ("--device", "cpu", "--contexts", "50", "300", "--tokens", "4", "--chunk", "64", "--kv_cache_gib", "0.05")
     done = run("long_context.py", *flags, "--kv_cache_quant", "int8", "--json", str(tmp_path / "long.json"))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bladellm_runtime.guided.pauses import breathe
 from bladellm_runtime.guided.regex_syntax import Alternate, Chars, Concat, Node, Repeat
 
-MAX_NFA_STATES = 40_000
+MAX_NFA_STATES = 20_000
 MAX_STATES = 5_000
 DEAD = -1
 
@@ -133,6 +134,7 @@ def _closure(nfa: _Nfa, state: int, known: dict[int, frozenset[int]]) -> frozens
         _check_time(nfa.deadline)
         seen, left = {state}, [state]
         while left:
+            breathe()
             for following in nfa.free[left.pop()]:
                 if following not in seen:
                     seen.add(following)
@@ -147,6 +149,7 @@ def _split(steps: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, set[in
     targets: dict[int, set[int]] = {edge: set() for edge in edges}
     places = {edge: index for index, edge in enumerate(edges)}
     for low, high, target in set(steps):
+        breathe()
         for edge in edges[places[low] : places[high + 1]]:
             targets[edge].add(target)
     for low, after in itertools.pairwise(edges):
@@ -177,5 +180,6 @@ def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def _check_time(deadline: float) -> None:
+    breathe()
     if time.monotonic() > deadline:
         raise AutomatonError("it takes too long to compile")

@@ -20,7 +20,7 @@ from bladellm_runtime.request import Constraint, ConstraintKind
 
 DEFAULT_ROW_BYTES = 64 * 2**20
 MAX_SECONDS = 0.5
-"""Python code holds up other threads while it compiles, by some milliseconds at a time; so not for long."""
+"""Python code slows other threads while it compiles, for all that it breathes; so not for long."""
 
 
 class FsmBackend:
