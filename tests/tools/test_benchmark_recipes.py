@@ -23,7 +23,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--device", "cpu", "--kv_cache_gib", "0.002", "--swap_gib", "0.001"),
+        pytest.param(("--device", "cpu", "--kv_cache_gib", "0.002", "--swap_gib", "0.001"), marks=pytest.mark.slow),
         pytest.param(
             ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0", "--attn_cls", "paged"),
             marks=pytest.mark.slow,
