@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -154,3 +155,29 @@ def test_folders_reach_their_slots(table, tmp_path):
     assert store.acquire(adapter)
     assert "missing" in str(wait_for(store, adapter)[0].error)
     store.close()
+
+
+def test_a_slot_is_not_written_to_before_the_steps_that_were_given_to_another_thread(table):
+    memory = LoraMemory(table, LoraShape(1, 2, torch.float32), torch.device("cpu"))
+    steps = Future()
+    store = AdapterStore(AdapterPolicy(1, 1), AdapterLoader(memory, Numbered(), lambda: steps))
+    store.memory = memory
+    assert store.acquire("7")
+    time.sleep(0.05)
+    assert store.poll() == []
+    assert not memory.numbers.any()
+    steps.set_result(None)
+    wait_for(store, "7")
+    assert holds(store, 0, "7")
+    store.close()
+
+
+def test_an_adapter_that_was_read_again_has_another_version(store):
+    versions = []
+    for name in ("1", "2", "1", "3", "4", "5", "6", "1"):
+        assert store.acquire(name)
+        wait_for(store, name) if store.ready_slot(name) is None else store.poll()
+        versions.append(store.version(name))
+        store.release(name)
+    assert versions[0] == versions[2], "it was there all the time"
+    assert len({*versions}) == len(versions) - 1, "it was read again after four others"
