@@ -176,3 +176,14 @@ def test_a_slot_is_not_written_to_while_a_step_runs_that_may_read_it(table):
     wait_for(store, "1")
     assert holds(store, 0, "1")
     store.close()
+
+
+def test_an_adapter_that_was_read_again_has_another_version(store):
+    versions = []
+    for name in ("1", "2", "1", "3", "4", "5", "6", "1"):
+        assert store.acquire(name)
+        wait_for(store, name) if store.ready_slot(name) is None else store.poll()
+        versions.append(store.version(name))
+        store.release(name)
+    assert versions[0] == versions[2], "it was there all the time"
+    assert len({*versions}) == len(versions) - 1, "it was read again after four others"
