@@ -8,6 +8,7 @@ import pytest
 import torch
 from bladellm_kernels.lora_tokens import TILE_TOKENS, TokenAdapters
 
+from bladellm_runtime.engine.decode_inputs import DecodeInputs
 from bladellm_runtime.engine.inputs import SlotTokens, build_inputs, flatten
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs
 from bladellm_runtime.engine.mixed_inputs import MixedInputs
@@ -95,3 +96,19 @@ def test_decode_rows_are_in_no_tiles(sequences):
     found = build_inputs(flatten(plan, [None] * SLOTS, sequences.arena, rows), last_token, sequences.arena)
     assert found.batch.adapters.slots.tolist() == [3, -1, 0]
     assert found.batch.adapters.tiles is None
+
+
+def test_padding_of_captured_decode_steps_has_no_adapter(sequences):
+    inputs = DecodeInputs(8, sequences.arena)
+    plan = StepPlan(0, [], slots=[1, 2, 4], starts=[5] * 3, query_lens=[1] * 3, num_decode=3)
+    last_token = torch.zeros(SLOTS + 1, dtype=torch.int64)
+    for rows in (np.array([3, -1, 0]), np.array([-1, 4, 4])):
+        inputs._static.fill_(2**40)
+        inputs.send(plan, 8, rows)
+        assert inputs.adapted
+        batch = inputs.batch(8, last_token, adapted=True)
+        assert batch.adapters.slots.tolist() == [*rows, *[-1] * 5]
+        assert batch.decode_slots.tolist()[:3] == plan.slots
+    inputs.send(plan, 8)
+    assert not inputs.adapted
+    assert inputs.batch(8, last_token).adapters is None
