@@ -175,7 +175,7 @@ def test_what_gives_way_goes_on_with_its_adapter(family, overlap):
     options = {"kv_cache_gib": 64 * token_bytes(DEMO) / 2**30, "max_model_len": 48, "disable_overlap": not overlap}
     with LLM(str(DEMO), **OPTIONS | {"max_loras": ADAPTERS, "max_cpu_loras": ADAPTERS} | options) as llm:
         ask(llm, family, PROMPTS[:ADAPTERS], range(ADAPTERS))
-        # All adapters are there: all requests run from the first step on, and their answers are longer than what is left.
+        # All adapters are there: all requests run from the first step on, and their answers need more than is left.
         ask(llm, family, [[random.randrange(50, 1000) for _ in range(3)] for _ in MIX], MIX)
         assert llm.stats().preemptions > 0
 

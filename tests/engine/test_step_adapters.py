@@ -36,7 +36,7 @@ def random_step(adapters: SlotAdapters) -> tuple[StepPlan, list[SlotTokens | Non
         tokens.append(SlotTokens.of(load))
     slots = random.sample(range(SLOTS), random.randint(1, SLOTS))
     decodes = random.randrange(len(slots))
-    lengths = [1] * decodes + [random.choice((1, 7, 33, 40)) for _ in slots[decodes:]]
+    lengths = [1] * decodes + [random.choice((1, 7, 32, 33)) for _ in slots[decodes:]]
     plan = StepPlan(0, [], slots=slots, starts=[5] * len(slots), query_lens=lengths, num_decode=decodes)
     plan.samples = [True] * len(slots)
     return plan, tokens, [own[slot] for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
