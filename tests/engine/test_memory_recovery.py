@@ -13,6 +13,7 @@ from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.memory_recovery import LEAST_TOKENS, MemoryRecovery
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.running_step import RunningStep
+from bladellm_runtime.engine.step_adapters import Ints
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError, step_error
 from bladellm_runtime.engine.uploaded_masks import UploadedMasks
 from bladellm_runtime.request import FinishReason
@@ -170,11 +171,11 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
     failures: list[int] = []
 
     def arm(chosen: Callable[[StepPlan], bool]) -> list[int]:
-        def fail_before(self: ModelRunner, plan: StepPlan) -> object:
+        def fail_before(self: ModelRunner, plan: StepPlan, adapters: Ints | None) -> object:
             if chosen(plan) and len(failures) % 2 == 0:
                 failures.append(sum(plan.query_lens))
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-            return run(self, plan)
+            return run(self, plan, adapters)
 
         def fail_after(self: ModelRunner, logits: torch.Tensor, step: RunningStep, masks: UploadedMasks | None) -> None:
             sample(self, logits, step, masks)
