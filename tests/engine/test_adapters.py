@@ -9,7 +9,11 @@ import regex
 import torch
 
 from bladellm_runtime import LLM, SamplingParams
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.memory import graph_bytes, workspace_bytes
+from bladellm_runtime.engine.step_adapters import SlotAdapters
 from bladellm_runtime.errors import ConfigError, ParameterError
+from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.wire.messages import MoveAdapter
 from tests.conftest import DEMO
@@ -75,6 +79,8 @@ def test_captured_steps_serve_any_mix(family, prefills):
         runner = llm._engine.core._runner
         assert runner.captured[3:] == (1, int(prefills != [0]))
         adapted = count_adapted(runner)
+        for graphs in (runner._graphs, runner._mixed):
+            poison(graphs)
         ask(llm, family, PROMPTS, [-1] * len(PROMPTS))
         assert not adapted["decode"]
         assert not adapted["mixed"]
@@ -82,6 +88,18 @@ def test_captured_steps_serve_any_mix(family, prefills):
         ask(llm, family, PROMPTS, MIX)
         assert adapted["decode"] > TOKENS
         assert bool(adapted["mixed"]) == (prefills != [0])
+
+
+def poison(graphs) -> None:
+    """What no plan has written is far outside of everything."""
+    if graphs is not None:
+        send = graphs.inputs.send
+
+        def poisoned(*given):
+            graphs.inputs._static.fill_(2**40)
+            return send(*given)
+
+        graphs.inputs.send = poisoned
 
 
 def count_adapted(runner) -> dict[str, int]:
@@ -154,9 +172,11 @@ def test_cached_prompts_are_shared_within_an_adapter_alone(family, tmp_path):
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_gives_way_goes_on_with_its_adapter(family, overlap):
-    options = {"kv_cache_gib": 96 * token_bytes(DEMO) / 2**30, "max_model_len": 80, "disable_overlap": not overlap}
+    options = {"kv_cache_gib": 64 * token_bytes(DEMO) / 2**30, "max_model_len": 48, "disable_overlap": not overlap}
     with LLM(str(DEMO), **OPTIONS | {"max_loras": ADAPTERS, "max_cpu_loras": ADAPTERS} | options) as llm:
-        ask(llm, family, PROMPTS, MIX)
+        ask(llm, family, PROMPTS[:ADAPTERS], range(ADAPTERS))
+        # All adapters are there: all requests run from the first step on, and their answers need more than is left.
+        ask(llm, family, [[random.randrange(50, 1000) for _ in range(3)] for _ in MIX], MIX)
         assert llm.stats().preemptions > 0
 
 
@@ -228,6 +248,32 @@ def test_without_slots_adapters_are_refused(family):
 def test_flags_are_checked(flags, sentence):
     with pytest.raises(ConfigError, match=f"^{regex.escape(sentence)}"):
         LLM(str(DEMO), device="cpu", **flags)
+
+
+def test_the_start_warms_up_steps_with_adapters_and_leaves_nothing(monkeypatch):
+    ran = []
+    of = SlotAdapters.of
+
+    def watched(adapters, plan):
+        found = of(adapters, plan)
+        ran.append((found is not None, plan.num_decode < len(plan.slots)))
+        return found
+
+    monkeypatch.setattr(SlotAdapters, "of", watched)
+    with LLM(str(DEMO), **OPTIONS) as llm:
+        assert {*ran} == {(False, False), (False, True), (True, False), (True, True)}
+        stats = llm.stats()
+        assert (stats.steps, stats.kv_granules_used, stats.kv_granules_cached, stats.lora_loads) == (0, 0, 0, 0)
+
+
+def test_memory_is_set_aside_for_steps_with_adapters():
+    spec = read_model_spec(DEMO)
+    for term in (workspace_bytes, graph_bytes):
+        sizes = [
+            term(EngineArgs(enable_lora=bool(rank), max_lora_rank=rank or 16, kv_cache_gib=1.0), spec, torch.bfloat16)
+            for rank in (0, 16, 64)
+        ]
+        assert sizes[0] < sizes[1] <= sizes[2]
 
 
 def test_slots_are_of_the_type_and_the_number_asked_for(family):
