@@ -4,19 +4,16 @@ The command line is generated from these fields (`--` + field name), `LLM(...)` 
 YAML keys are the same names again.
 """
 
-import dataclasses
-import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.flags import check_fields, flag
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+LoraDtype = Literal["auto", "float16", "bfloat16", "float32"]
 AttnCls = Literal["ragged_flash", "paged"]
 KvCacheQuant = Literal["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
 KvArenaKind = Literal["auto", "memfd", "cuda", "relocating"]
@@ -29,26 +26,6 @@ MIXED_FORMATS = {
     "mix_i4i4": "int4_affine",
 }
 """BladeLLM's experimental KV formats that mix two."""
-
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    group: str,
-    low: float | None = None,
-    high: float | None = None,
-    names: tuple[str, ...] = (),
-    instead: Mapping[str, str] = types.MappingProxyType({}),
-) -> Any:
-    """A dataclass field that is also a flag; `low` and `high` are inclusive, `names` are extra spellings.
-
-    `instead` says what to use in place of values that BladeLLM has and this does not.
-    """
-    metadata = {"help": help, "group": group, "low": low, "high": high, "names": names, "instead": instead}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -152,6 +129,17 @@ class EngineArgs:
     preempt_strategy: Literal["AUTO", "RECOMPUTE"] = flag(
         "AUTO", "What happens to the newest request when the KV cache is full; AUTO is RECOMPUTE.", group="Engine"
     )
+    enable_lora: bool = flag(False, "Serve LoRA adapters beside the base model, any of them in one step.", group="LoRA")
+    max_lora_rank: int = flag(16, "Largest rank of an adapter.", group="LoRA", low=1, high=512)
+    max_loras: int = flag(
+        4, "Adapters on the device at once; requests for more of them wait, first come, first served.",
+        group="LoRA", low=1, high=1024,
+    )  # fmt: skip
+    max_cpu_loras: int = flag(
+        16, "Adapters that the host keeps, to load them without their folders; --max_loras or more.",
+        group="LoRA", low=1, high=65536,
+    )  # fmt: skip
+    lora_dtype: LoraDtype = flag("auto", "Type that adapters are held in; auto: the model's.", group="LoRA")
     disable_overlap: bool = flag(
         False, "Run one step (of each micro-batch) at a time instead of planning the next one while a step runs.",
         group="Engine",
@@ -202,7 +190,7 @@ class EngineArgs:
         for name in ("cuda_graph_batch_sizes", "cuda_graph_prefill_tokens"):
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
-                raise ConfigError(f"--{name} must be ascending, each size once; got {_words(sizes)}")
+                raise ConfigError(f"--{name} must be ascending, each size once; got {' '.join(map(str, sizes))}")
         if self.enable_json_warmup and self.guided_backend == "fsm":
             raise ConfigError("--enable_json_warmup needs --guided_backend llguidance; fsm has no JSON constraints")
 
@@ -253,6 +241,14 @@ class ServingArgs(EngineArgs):
     chat_template: str | None = flag(None, "File with a Jinja chat template; default: the tokenizer's.", group="Server")
     api_key: list[str] = flag([], "Bearer keys clients must present; prefer --api_key_file.", group="Server")
     api_key_file: str | None = flag(None, "File with one bearer key a line.", group="Server")
+    admin_api_key_file: str | None = flag(
+        None, "File with one bearer key a line for the routes that load and unload adapters; off by default.",
+        group="Server",
+    )  # fmt: skip
+    lora_dir: str | None = flag(
+        None, "Folder of adapters: requests may name any folder below it by its relative path.", group="LoRA"
+    )
+    lora_modules: list[str] = flag([], "Adapters that requests may name, each as name=path.", group="LoRA")
     max_queue_size: int = flag(
         1024,
         "Requests that may wait beyond the running ones; more are answered 429.",
@@ -321,6 +317,22 @@ def check_parallel(args: EngineArgs) -> None:
         split_address(args.dist_init_addr)
 
 
+LORA_FLAGS = ("max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype")
+
+
+def check_lora(args: EngineArgs) -> None:
+    """Check the flags of adapters against each other, before anything is started. Raises `ConfigError`."""
+    given = [name for name in LORA_FLAGS if getattr(args, name) != EngineArgs.__dataclass_fields__[name].default]
+    if given and not args.enable_lora:
+        name = given[0]
+        raise ConfigError(f"--{name} {getattr(args, name)} is for LoRA adapters; add --enable_lora, or leave it out")
+    if args.max_cpu_loras < args.max_loras:
+        raise ConfigError(
+            f"--max_cpu_loras {args.max_cpu_loras} is below --max_loras {args.max_loras}; the host keeps a copy of "
+            f"every adapter on the device: use {args.max_loras} or more"
+        )
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of --dist_init_addr, with two ports behind it. Raises `ConfigError`."""
     host, colon, port = address.rpartition(":")
@@ -329,67 +341,27 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def check_fields(args: Any) -> None:
-    """Check every field of a flag dataclass against its type, range and choices.
-
-    Raises `ConfigError` naming the flag, the value and what is allowed.
-    """
-    hints = typing.get_type_hints(type(args))
-    for item in dataclasses.fields(args):
-        value = getattr(args, item.name)
-        kind, optional = unwrap_optional(hints[item.name])
-        if value is None and optional:
-            continue
-        if isinstance(value, str) and value in item.metadata["instead"]:
-            raise ConfigError(f"--{item.name} {value} is not supported; use {item.metadata['instead'][value]}")
-        _check_type(item.name, value, kind)
-        low, high = item.metadata["low"], item.metadata["high"]
-        for one in value if isinstance(value, list) else [value]:
-            if low is not None and not low <= one <= high:
-                raise ConfigError(f"--{item.name} must be between {low:g} and {high:g}, got {one:g}")
-
-
-def unwrap_optional(hint: Any) -> tuple[Any, bool]:
-    """`T | None` -> (T, True); any other hint -> (hint, False)."""
-    if isinstance(hint, types.UnionType):
-        inner = [option for option in typing.get_args(hint) if option is not type(None)]
-        return inner[0], True
-    return hint, False
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            raise ConfigError(f"--{name} must be one of {', '.join(choices)}; got {value!r}")
-    elif typing.get_origin(kind) is list:
-        (one,) = typing.get_args(kind)
-        if not isinstance(value, list) or not all(isinstance(item, one) and type(item) is not bool for item in value):
-            words = {str: "strings", int: "whole numbers"}[one]
-            raise ConfigError(f"--{name} must be a list of {words}, got {value!r}")
-    elif kind is float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"--{name} must be a finite number, got {value!r}")
-    elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"--{name} must be of type {kind.__name__}, got {value!r}")
-
-
-def _words(values: list[int]) -> str:
-    return " ".join(map(str, values))
-
-
 def read_api_keys(args: ServingArgs) -> list[str]:
     """The keys of --api_key and --api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
-    keys = list(args.api_key)
-    if args.api_key_file is not None:
-        try:
-            lines = Path(args.api_key_file).read_text().split("\n")
-        except OSError as error:
-            raise ConfigError(f"--api_key_file {args.api_key_file} cannot be read: {error.strerror}") from error
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise ConfigError(f"--api_key_file {args.api_key_file} holds no key; write one a line")
-        keys += found
+    keys = args.api_key + _read_keys("api_key_file", args.api_key_file)
     if any(not key for key in keys):
         raise ConfigError("--api_key must not be empty")
+    return keys
+
+
+def read_admin_keys(args: ServingArgs) -> list[str]:
+    """The keys of --admin_api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
+    return _read_keys("admin_api_key_file", args.admin_api_key_file)
+
+
+def _read_keys(flag_name: str, path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text().split("\n")
+    except OSError as error:
+        raise ConfigError(f"--{flag_name} {path} cannot be read: {error.strerror}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"--{flag_name} {path} holds no key; write one a line")
     return keys

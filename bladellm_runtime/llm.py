@@ -18,7 +18,8 @@ from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, TokenLogprobs
 
 PREPARING_SECONDS = 0.001
-"""How long to leave the processor to threads that compile constraints, before looking whether they are done."""
+"""How long to leave the processor to threads that compile constraints and load adapters, before looking whether they
+are done."""
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        lora: str | Path | Sequence[str | Path | None] | None = None,
         guided_json: dict[str, Any] | str | None = None,
         guided_regex: str | None = None,
         guided_choice: Sequence[str] | None = None,
@@ -84,6 +86,8 @@ class LLM:
 
         One of the `guided_` arguments makes every answer satisfy a JSON schema, a regular expression, or a grammar in
         Lark, or be one of several strings; a constraint that cannot be used is the `error` of the completions.
+        `lora` is the folder of a LoRA adapter in PEFT's format, one for all or one each, None for the base model alone;
+        it needs `enable_lora`, and an adapter that cannot be loaded is the `error` of its completions.
         Without a seed each request draws one. Cached prompts are shared only among calls with the same `cache_salt`.
         Raises `ParameterError` when a prompt cannot be run at all.
         """
@@ -94,9 +98,12 @@ class LLM:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts need as many SamplingParams, got {len(each)}")
+        adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str | Path) else list(lora)
+        if len(adapters) != len(prompts):
+            raise ParameterError(f"{len(prompts)} prompts need as many adapters in lora, got {len(adapters)}")
         choices: dict[int, _Choice] = {}
-        pairs = zip(prompts, each, strict=True)
-        outputs = [self._add(prompt, one, salt, constraint, choices) for prompt, one in pairs]
+        triples = zip(prompts, each, map(_resolved, adapters), strict=True)
+        outputs = [self._add(*one, salt, constraint, choices) for one in triples]
         while choices:
             if self._engine.core.preparing:
                 time.sleep(PREPARING_SECONDS)
@@ -107,6 +114,7 @@ class LLM:
         self,
         prompt: str | list[int],
         params: SamplingParams,
+        adapter: str,
         salt: str,
         constraint: Constraint | None,
         choices: dict[int, _Choice],
@@ -116,7 +124,7 @@ class LLM:
         seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         for index in range(params.n):
             self._next_id += 1
-            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic(), salt, constraint)
+            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic(), salt, constraint, adapter)
             completion = Completion(logprobs=None if params.logprobs is None else [])
             output.outputs.append(completion)
             choices[self._next_id] = _Choice(TextStream(self.tokenizer, request), output, completion)
@@ -156,6 +164,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _resolved(adapter: str | Path | None) -> str:
+    return "" if adapter is None else str(Path(adapter).resolve())
 
 
 def _extend(completion: Completion, delta: TextDelta) -> None:

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 import typer
 
 from bladellm_runtime import __version__
-from bladellm_runtime.config import flag
 from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_runtime.flags import flag
 from bladellm_tools.console import fail
 from bladellm_tools.flags import Flag, flags_of, nearest, normalise
 from bladellm_tools.help import HelpfulCommand

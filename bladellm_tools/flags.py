@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bladellm_runtime.config import unwrap_optional
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.flags import unwrap_optional
 
 TRUTH = {"true": True, "false": False}
 ENDLESS = 10**9

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bladellm_runtime.config import flag
+from bladellm_runtime.flags import flag
 
 INPUT, SAMPLING = "Input and output", "Sampling"
 

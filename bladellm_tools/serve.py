@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from bladellm_runtime import __version__
-from bladellm_runtime.config import ServingArgs, check_parallel
+from bladellm_runtime.config import ServingArgs, check_lora, check_parallel
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
@@ -25,6 +25,7 @@ def run(args: ServingArgs) -> int:
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
     check_parallel(args)
+    check_lora(args)
     log_to_stderr(args.log_level, "server")
     started = time.monotonic()
     folder = resolve_model(args.model)

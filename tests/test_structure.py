@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-BASE = {"errors", "config", "request", "logs", "fields"}
+BASE = {"errors", "flags", "config", "request", "logs", "fields"}
 BELOW_ENGINE = {
     *BASE,
     "wire",
@@ -35,7 +35,8 @@ BELOW_ENGINE = {
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
-    "config": {"errors"},
+    "flags": {"errors"},
+    "config": {"errors", "flags"},
     "request": {"errors"},
     "logs": set(),
     "fields": {"errors"},
@@ -52,12 +53,12 @@ MAY_IMPORT = {
     "ranks": {*BASE, "wire", "scheduler", "kv"},
     "engine": {*BELOW_ENGINE, "guided"},
     "llm": {*BELOW_ENGINE, "engine", "text", "guided"},
-    "server": {*BASE, "__init__", "wire", "engine", "text", "models", "guided"},
+    "server": {*BASE, "__init__", "wire", "engine", "text", "models", "guided", "lora"},
     "__init__": {"llm", *BASE},
     "tools": {*BELOW_ENGINE, "__init__", "llm", "server", "engine", "text", "guided"},
 }
 """What each room may import besides itself."""
-TORCH_FREE = ("scheduler", "wire", "ranks", "server", "text", "guided", "request", "config", "errors")
+TORCH_FREE = ("scheduler", "wire", "ranks", "server", "text", "guided", "request", "flags", "config", "errors")
 UNSAFE_MODULES = {"pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"}
 

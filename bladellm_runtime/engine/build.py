@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from bladellm_runtime.config import EngineArgs, check_parallel
+from bladellm_runtime.config import EngineArgs, check_lora, check_parallel
+from bladellm_runtime.engine.adapters import AdapterPreparer, Adapters, NoAdapters
 from bladellm_runtime.engine.build_runner import BuiltRunner, StartRecord, build_runner
 from bladellm_runtime.engine.cascade import sharing_rule
 from bladellm_runtime.engine.compile_kernels import keep_kernel_list
@@ -20,6 +21,7 @@ from bladellm_runtime.engine.measure_steps import measure_step_cost
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.rank_place import RankPlace
+from bladellm_runtime.engine.ranked_loader import RankedLoader
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
@@ -29,6 +31,8 @@ from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.factory import arena_kind
 from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.lora.policy import AdapterPolicy
+from bladellm_runtime.lora.store import AdapterStore
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.parallel import make_plan
@@ -65,6 +69,7 @@ def build_engine(args: EngineArgs, capture: Capture | None = None, home: Home | 
     has for the other ranks.
     """
     check_parallel(args)
+    check_lora(args)
     if args.node_rank:
         raise ConfigError(f"--node_rank {args.node_rank} has ranks only, and no engine; start it with blade_llm serve")
     record = StartRecord()
@@ -130,14 +135,17 @@ def make_engine(
         sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)
     overlap, count = not args.disable_overlap, args.micro_batches
     scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
-    room = WaitingRoom([constraints])
-    core = EngineCore(scheduler, runner, overlap=overlap, micro_batches=count, room=room, constraints=constraints)
+    adapters = make_adapters(args, built, ranked)
+    core = EngineCore(
+        scheduler, runner, overlap=overlap, micro_batches=count,
+        room=WaitingRoom([constraints, adapters]), constraints=constraints, adapters=adapters,
+    )  # fmt: skip
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         runner.use_mixed_graphs(False)
-        warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count)
+        warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count, adapted=args.enable_lora)
         runner.use_mixed_graphs(True)
-        warm_up(core, limits, thorough=False)
+        warm_up(core, limits, thorough=False, adapted=args.enable_lora)
     with record.times.phase("time steps"):
         pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)
     if args.enable_json_warmup:
@@ -149,6 +157,14 @@ def make_engine(
         ranked.serve()
     keep_kernel_list(args, folder, built.device)
     return Engine(core, announce(spec, built, record), folder, arena)
+
+
+def make_adapters(args: EngineArgs, built: BuiltRunner, ranked: RankedRunner | None) -> Adapters:
+    """What an engine does about adapters. ranked: as in `make_engine`."""
+    if built.loader is None:
+        return NoAdapters()
+    loader = built.loader if ranked is None else RankedLoader(built.loader, ranked, args.world_size)
+    return AdapterPreparer(AdapterStore(AdapterPolicy(args.max_loras, args.max_cpu_loras), loader), args.max_loras)
 
 
 def make_compiler(args: EngineArgs, folder: Path, spec: ModelSpec) -> Compiler:

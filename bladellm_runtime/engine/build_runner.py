@@ -15,6 +15,7 @@ from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
 
 from bladellm_runtime.config import GIB, GPU_STEP_TOKENS, EngineArgs
+from bladellm_runtime.engine.adapter_slots import adapter_loader, lora_shape
 from bladellm_runtime.engine.cascade import Cascade, make_cascade
 from bladellm_runtime.engine.compile_kernels import Compiling, compile_ahead, count_compiles
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
@@ -31,6 +32,7 @@ from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.kv.arena import KvArena, KvShape
 from bladellm_runtime.kv.factory import make_arena
 from bladellm_runtime.kv.spec import KvSpec
+from bladellm_runtime.lora.loader import AdapterLoader
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.loading import load_model
@@ -67,7 +69,8 @@ class StartRecord:
 
 @dataclass(slots=True)
 class BuiltRunner:
-    """A runner, and what is known of it. args: with the defaults of the device; rotated: whether keys are."""
+    """A runner, and what is known of it. args: with the defaults of the device; rotated: whether keys are; loader: of
+    adapters, None where there are no slots for any."""
 
     args: EngineArgs
     device: torch.device
@@ -79,6 +82,7 @@ class BuiltRunner:
     limits: SchedulerLimits
     cascade: Cascade | None
     runner: ModelRunner
+    loader: AdapterLoader | None
 
 
 def build_runner(
@@ -101,9 +105,14 @@ def build_runner(
         rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
         compiling = start_compiling(args, folder, device, place)
     with times.phase("load weights"):
-        how, seed = args.load_format, args.dummy_seed
-        model = load_model(folder, whole, device=device, dtype=dtype, load_format=how, seed=seed, parallel=parallel)
-    table.add("weights", model.weight_bytes)
+        how, seed, lora = args.load_format, args.dummy_seed, lora_shape(args, dtype)
+        model = load_model(
+            folder, whole, device=device, dtype=dtype, load_format=how, seed=seed, parallel=parallel, lora=lora
+        )
+    adapters = 0 if model.lora is None else model.lora.bytes
+    table.add("weights", model.weight_bytes - adapters)
+    if adapters:
+        table.add("LoRA adapters", adapters)
     with times.phase("compile kernels"):
         compiling.wait()
         if others is not None:
@@ -132,7 +141,8 @@ def build_runner(
             # Of eager steps, and of captured ones.
             warm_up_masks(spec.vocab_size, (torch.float32, dtype), device)
     return BuiltRunner(
-        args, device, shape, rotation is not None, model, kv_spec, arena, limits, cascade, runner
+        args, device, shape, rotation is not None, model, kv_spec, arena, limits, cascade, runner,
+        adapter_loader(whole, runner, model),
     )  # fmt: skip
 
 

@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from bladellm_runtime.engine.adapters import Adapters, NoAdapters
 from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
-from bladellm_runtime.engine.preparation import WaitingRoom
+from bladellm_runtime.engine.preparation import RefusedError, WaitingRoom
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
-from bladellm_runtime.request import FinishReason
+from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.scheduler.prefill_budget import StepBound
+from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, front_end_of
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, MoveAdapter, RequestDelta, front_end_of
 
 
 class Runner(Protocol):
@@ -62,11 +64,14 @@ class EngineCore:
         micro_batches: int = 1,
         room: WaitingRoom | None = None,
         constraints: Constraints | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """room: where requests wait for what they need before they are scheduled. constraints: fills the masks of those
-        that have one, which it was given in the room."""
+        that have one, which it was given in the room. adapters: in the room too; None where requests must not name
+        any."""
         self._scheduler = scheduler
-        self._room = WaitingRoom() if room is None else room  # an empty one is false
+        self._adapters: Adapters = adapters or NoAdapters()
+        self._room = WaitingRoom([self._adapters]) if room is None else room  # an empty one is false
         scheduler.watch_ends(self._room.release)
         self._runner = runner
         self._depth = micro_batches + overlap
@@ -95,12 +100,30 @@ class EngineCore:
         """True when no step is in flight and nothing is queued, while requests wait for what they need before that."""
         return bool(self._room) and not self._in_flight and not self._scheduler.has_work
 
-    def add(self, request: AddRequest) -> list[RequestDelta]:
-        """Queue a request; a request that can never run is answered at once."""
+    def add(self, request: AddRequest, prepared: Prepared | None = None) -> list[RequestDelta]:
+        """Queue a request; a request that can never run is answered at once. prepared: what it needs, where it need not
+        wait for that."""
         refusal = self._refusal(request)
-        if refusal is None and not self._room.enter(request):
-            refusal = self._scheduler.add(request)
+        if refusal is None and (prepared is not None or not self._room.enter(request)):
+            refusal = self._scheduler.add(request, prepared)
         return [] if refusal is None else [refusal]
+
+    def move_adapter(self, message: MoveAdapter) -> list[RequestDelta]:
+        """Load an adapter, as a request for it does, or let go of one. What becomes of it is a terminal delta, here or
+        of a later step."""
+        request_id = message.request_id
+        if request_id in self._room or request_id in self._scheduler.live_ids:
+            return [RequestDelta(request_id, [], FinishReason.ERROR, INVALID_REQUEST)]
+        if message.load:
+            errand = AddRequest(request_id, [], SamplingParams(), 0, time.monotonic(), adapter=message.adapter)
+            if self._room.enter(errand, errand=True):
+                return []
+            return [RequestDelta(request_id, [], FinishReason.ERROR, INVALID_REQUEST)]
+        try:
+            self._adapters.unload(message.adapter)
+        except RefusedError as error:
+            return [RequestDelta(request_id, [], FinishReason.ERROR, error.code, message=error.sentence)]
+        return [RequestDelta(request_id, [], FinishReason.STOP)]
 
     def abort(self, request_ids: Sequence[int]) -> list[RequestDelta]:
         """End requests now; returns their terminal deltas."""
@@ -236,6 +259,7 @@ class EngineCore:
         self._runner.add_stats(stats)
         if self._constraints is not None:
             self._constraints.add_stats(stats)
+        self._adapters.add_stats(stats)
         return stats
 
     def reset_prompt_cache(self) -> None:
@@ -257,4 +281,5 @@ class EngineCore:
         while self._in_flight:
             _, launched = self._in_flight.popleft()
             self._runner.collect(launched)
+        self._adapters.close()
         self._runner.close()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from bladellm_kernels.cascade_decode_attention import SharedPrefixes, fields_length, pack_groups
+from bladellm_kernels.lora_tokens import TokenAdapters
 from bladellm_kernels.prefix_groups import PrefixGroup
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,7 +22,8 @@ class DecodeArrays(NamedTuple):
     slots: where the row's token comes from and its successor goes; in padding, a slot nobody has. positions: of the
     token. kv_rows, granule_rows: as in `ForwardBatch`, -1 in padding, which stores nothing. base_rows, table_slots:
     what decode attention calls base rows and slots. kv_lens: with the token itself; 0 in padding, which reads nothing.
-    sampling_slots: slots, -1 in padding.
+    sampling_slots: slots, -1 in padding. adapters: the slots of LoRA adapters, -1 for none and in padding; undefined
+    where no row has one.
     """
 
     slots: Tensor
@@ -32,6 +34,7 @@ class DecodeArrays(NamedTuple):
     kv_lens: Tensor
     table_slots: Tensor
     sampling_slots: Tensor
+    adapters: Tensor
 
 
 class DecodeInputs:
@@ -46,7 +49,7 @@ class DecodeInputs:
         layer = arena.layer(0)
         self._tabled, self._paged = layer.table is not None, layer.paged
         # In the order of the fields of `DecodeArrays`.
-        self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0], [-1]], dtype=np.int64)
+        self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0], [-1], [-1]], dtype=np.int64)
         self._members = members
         length = fields * max_size + (fields_length(max_size, members) if members else 0)
         self._static = torch.zeros(length, dtype=torch.int64, device=arena.device)
@@ -55,6 +58,8 @@ class DecodeInputs:
         self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
         self.slots = np.empty(0, dtype=np.int64)
         """Of the plan sent last."""
+        self.adapted = False
+        """Whether rows of it have adapters."""
 
     def arrays(self, size: int) -> DecodeArrays:
         """The arrays of steps that are padded to `size` rows: always the same memory."""
@@ -66,8 +71,9 @@ class DecodeInputs:
         fields = self._static[first : first + fields_length(size, self._members)]
         return SharedPrefixes(self._static.device, size, self._members, fields)
 
-    def batch(self, size: int, last_token: Tensor) -> ForwardBatch:
-        """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""
+    def batch(self, size: int, last_token: Tensor, adapted: bool = False) -> ForwardBatch:
+        """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device. adapted: rows may
+        have adapters."""
         arrays = self.arrays(size)
         return ForwardBatch(
             input_ids=last_token.index_select(0, arrays.slots),
@@ -82,11 +88,12 @@ class DecodeInputs:
             prefills=[],
             logit_tokens=None,
             kv=self._arena,
+            adapters=TokenAdapters(arrays.adapters) if adapted else None,
         )
 
-    def send(self, plan: StepPlan | None, size: int) -> None:
+    def send(self, plan: StepPlan | None, size: int, adapters: NDArray[np.int64] | None = None) -> None:
         """Queue the upload of a plan of decode rows, padded to `size`; without a plan all of it is padding. What rows
-        share goes along where they do.
+        share goes along where they do and have no adapters. adapters: of the rows.
 
         The memory operations of the plan must have been submitted. Never waits for the device.
         """
@@ -95,9 +102,12 @@ class DecodeInputs:
         rows = 0 if plan is None else len(plan.slots)
         host = buffer.array[:length].reshape(-1, size)
         host[:, rows:] = self._padding
+        self.adapted = adapters is not None
         if plan is not None:
             self._fill(host[:, :rows], plan)
-            if plan.prefixes:
+            if adapters is not None:
+                host[-1, :rows] = adapters
+            elif plan.prefixes:
                 packed = self._pack(plan.prefixes, size)
                 buffer.array[length : length + len(packed)] = packed
                 length += len(packed)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from bladellm_kernels.lora_tokens import AdapterTiles, TokenAdapters
 
+from bladellm_runtime.engine.step_adapters import Ints, tiles_of
 from bladellm_runtime.engine.upload import upload
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.layers.batch import ForwardBatch, PrefillRow, WantedTokens
@@ -61,7 +63,8 @@ class FlatPlan:
 
     decode_slots, decode_base_rows, decode_kv_lens: [num_decode]. prompt_ids: [T - num_decode]. positions, kv_rows and,
     where layers have a table, granule_rows: [T]. logit_tokens: the last token of each of `sampling_rows`, which are
-    plan rows, then the tokens of `scores`; no token twice. sampled: of the sequences of the sampling rows.
+    plan rows, then the tokens of `scores`; no token twice. sampled: of the sequences of the sampling rows. adapters:
+    [T], -1 for none; None where no token has one.
     """
 
     num_decode: int
@@ -77,6 +80,7 @@ class FlatPlan:
     sampling_rows: list[int]
     scores: list[PromptScore]
     sampled: SequenceEnds
+    adapters: IntArray | None = None
 
     @property
     def tokens(self) -> int:
@@ -101,8 +105,11 @@ class StepInputs:
     pinned: torch.Tensor | None
 
 
-def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> FlatPlan:
-    """Lay a plan's tokens side by side; the plan's memory operations must have been submitted. `tokens`: by slot."""
+def flatten(
+    plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena, adapters: IntArray | None = None
+) -> FlatPlan:
+    """Lay a plan's tokens side by side; the plan's memory operations must have been submitted. `tokens`: by slot;
+    `adapters`: by row."""
     slots = np.array(plan.slots, dtype=np.int64)
     base_rows = arena.base_rows(slots)
     starts = np.array(plan.starts, dtype=np.int64)
@@ -132,6 +139,7 @@ def flatten(plan: StepPlan, tokens: list[SlotTokens | None], arena: KvArena) -> 
         sampling_rows=sampling_rows,
         scores=scores,
         sampled=SequenceEnds(base_rows[sampling_rows], slots[sampling_rows], kv_lens[sampling_rows]),
+        adapters=None if adapters is None else np.repeat(adapters, query_lens),
     )
 
 
@@ -150,7 +158,11 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
     sections += [score.targets for score in flat.scores]
     if flat.wants_few:
         sections += [flat.sampled.base_rows, flat.sampled.slots, flat.sampled.kv_lens]
-    sent, pinned = upload(sections, last_token.device)
+    tiled: list[Ints] = []
+    if flat.adapters is not None:
+        tiled = [flat.adapters, *(tiles_of(flat.adapters) if flat.prefills else ())]
+    sent, pinned = upload([*tiled, *sections], last_token.device)
+    adapters, sent = _token_adapters(sent[: len(tiled)]), sent[len(tiled) :]
     decode_slots, prompts, *rest = sent[:7]
     for score, targets in zip(flat.scores, sent[8 : 8 + len(flat.scores)], strict=True):
         score.wanted = targets
@@ -172,8 +184,16 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         logit_tokens=rest[4],
         kv=arena,
         wanted=wanted,
+        adapters=adapters,
     )
     return StepInputs(batch, pinned)
+
+
+def _token_adapters(sent: list[torch.Tensor]) -> TokenAdapters | None:
+    """From slots, order and tiles, the first of them, or none."""
+    if not sent:
+        return None
+    return TokenAdapters(sent[0], AdapterTiles(sent[1], sent[2]) if len(sent) > 1 else None)
 
 
 def _prefill_rows(

@@ -23,7 +23,7 @@ FOLDER = Path("~/.cache/bladellm_open/kernels")
 MAX_BYTES = 16 * 2**20
 ELSEWHERE = (
     "model", "tokenizer_dir", "load_format", "dummy_seed",
-    "guided_backend", "guided_cache_mib", "guided_deadline", "enable_json_warmup",
+    "guided_backend", "guided_cache_mib", "guided_deadline", "enable_json_warmup", "max_cpu_loras",
 )  # fmt: skip
 """Options that no kernel depends on; what is in the model's folder counts by its config.json."""
 

@@ -10,6 +10,7 @@ from bladellm_runtime.wire.messages import (
     AddRequest,
     AttachFrontEnd,
     FrontMessage,
+    MoveAdapter,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -80,6 +81,8 @@ class EngineLoop:
         match message:
             case AddRequest():
                 return self._core.add(message)
+            case MoveAdapter():
+                return self._core.move_adapter(message)
             case AbortRequests(request_ids):
                 return self._core.abort(request_ids)
             case AttachFrontEnd(front_end):

@@ -5,6 +5,8 @@ from math import lcm
 
 import psutil
 import torch
+from bladellm_kernels.lora_expand import MAX_SLICES
+from bladellm_kernels.lora_tokens import TILE_PARTS
 from bladellm_kernels.prefill_tiles import PROGRAMS
 
 from bladellm_runtime.config import GIB, EngineArgs
@@ -49,9 +51,11 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
     logits = 3 * min(tokens, args.max_running_requests) * spec.vocab_size * 4
+    # What the A of adapters leave of tokens.
+    adapters = TILE_PARTS * tokens * MAX_SLICES * args.max_lora_rank * 4 if args.enable_lora else 0
     # Dequantized keys and values, at most 256 MiB, kernels' work lists; and the parts of long prefixes, a few at once.
     attention = GIB // 2 + ATTENTION_STATES * tokens * spec.heads * spec.head_dim * max(dtype.itemsize, 2)
-    return activations + logits + attention
+    return activations + logits + adapters + attention
 
 
 def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -63,8 +67,9 @@ def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     logits = max(sizes, default=0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
     # Beside the activations, what the final norm leaves.
     activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + spec.hidden_size) * dtype.itemsize
+    times = 2 if args.enable_lora else 1  # without adapters and with them
     parts = PROGRAMS * PROGRAM_STATE * spec.head_dim * torch.float32.itemsize if mixed else 0
-    return logits + activations + parts + (len(sizes) + len(shared) + len(mixed)) * GRAPH_BYTES
+    return logits + activations + parts + (times * (len(sizes) + len(mixed)) + len(shared)) * GRAPH_BYTES
 
 
 def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, table: MemoryTable) -> int:

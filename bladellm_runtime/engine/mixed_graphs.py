@@ -57,13 +57,15 @@ class MixedGraphs:
         spec = model.spec
         self.sizes = sorted(sizes)
         self._graphs: dict[int, Work] = {}
+        self._adapted: dict[int, Work] = {}
         self._model = model
         self._last_token = last_token
         self._workspace = workspace
         self._rotation = rotation
         self._heads = _heads(model, arena)
         self._window = None if None in spec.windows else max(window or 0 for window in spec.windows)
-        self.inputs = MixedInputs(self.sizes, arena, self._heads, spec.windows, model.dtype, in_flight)
+        max_loras = 0 if model.lora is None else model.lora.max_loras
+        self.inputs = MixedInputs(self.sizes, arena, self._heads, spec.windows, model.dtype, in_flight, max_loras)
         shape = (self.sizes[-1], spec.hidden_size)
         self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
         """What `Decoder.forward` returns, of all tokens or of the sampling rows' alone."""
@@ -76,18 +78,34 @@ class MixedGraphs:
         self._graphs = capture_sizes(
             "graph_prefill_tokens",
             self.sizes,
-            partial(self._capture, capture),
+            partial(self._capture, capture, False),
             "steps with prefill chunks run without CUDA graphs",
         )
+        if self._model.lora is not None and self._graphs:
+            self._adapted = capture_sizes(
+                "graph_lora_prefill_tokens",
+                self.sizes,
+                partial(self._capture, capture, True),
+                "steps with prefill chunks and adapters run without CUDA graphs",
+            )
         return bool(self._graphs)
 
     def release(self) -> None:
         """Give the graphs back, whoever still holds this: what NCCL has in them keeps it from ending."""
-        self._graphs.clear()
+        for graphs in (self._graphs, self._adapted):
+            graphs.clear()
+
+    @property
+    def adapted(self) -> bool:
+        """Whether steps with adapters are captured too."""
+        return bool(self._adapted)
 
     def send(self, flat: FlatPlan) -> int | None:
         """Queue the upload of a plan for the least captured size that will do. None, with nothing queued, without
-        chunks, above all sizes, where work lists have no room, and where eager operators are not slower."""
+        chunks, above all sizes, where work lists have no room, with adapters that no captured step adds, and where
+        eager operators are not slower."""
+        if flat.adapters is not None and not self._adapted:
+            return None
         if not flat.prefills or self._cost(flat.prefills) > LAUNCHES:
             return None
         fitting = self.sizes[bisect.bisect_left(self.sizes, flat.tokens) :]
@@ -96,7 +114,7 @@ class MixedGraphs:
     def forward(self, flat: FlatPlan, size: int) -> Tensor:
         """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does; of a stage
         with others behind it in memory that the next step writes to."""
-        self._graphs[size]()
+        (self._adapted if self.inputs.adapted else self._graphs)[size]()
         if not self._model.ends.last:
             return self.hidden[: flat.tokens]
         wanted = self.inputs.logit_tokens(flat, size)
@@ -108,11 +126,11 @@ class MixedGraphs:
         spans = [Span(0, chunk.query_len, start, 0, 0) for chunk, start in zip(chunks, starts, strict=True)]
         return listed_cost(spans, self._heads)
 
-    def _capture(self, capture: Capture, size: int) -> Work:
+    def _capture(self, capture: Capture, adapted: bool, size: int) -> Work:
         self.inputs.send(None, size)
 
         def forward() -> None:
-            batch = self.inputs.batch(size, self._last_token)
+            batch = self.inputs.batch(size, self._last_token, adapted)
             batch.workspace, batch.rotation = self._workspace, self._rotation
             batch.hidden = None if self.received is None else self.received[:size].clone()
             hidden = self._model.forward(batch)

@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from bladellm_kernels.listed_prefill_attention import ListShape, fill_list, list_shape, list_views
+from bladellm_kernels.lora_tokens import FIELDS, AdapterTiles, TokenAdapters, fill_tiles, most_tiles
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
 from numpy.typing import NDArray
@@ -52,15 +53,25 @@ class RowArrays(NamedTuple, Generic[Array]):
     wanted_kv_lens: Array
 
 
+class AdapterArrays(NamedTuple, Generic[Array]):
+    """slots, order: [T], -1 and 0 in padding; tiles: as in `AdapterTiles`. Undefined where no token has an adapter."""
+
+    slots: Array
+    order: Array
+    tiles: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, and a work list a window. Where
-    tokens and rows are even each begins at a multiple of 16 bytes, by which Triton compiles kernels apart."""
+    """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, a work list a window, and arrays of
+    adapters, of which up to `max_loras` are in a step. Where tokens and rows are even each begins at a multiple of 16
+    bytes, by which Triton compiles kernels apart."""
 
     tokens: int
     rows: int
     list: ListShape
     windows: tuple[int | None, ...]
+    max_loras: int = 0
 
     @property
     def wants_few(self) -> bool:
@@ -77,17 +88,31 @@ class Layout:
 
     @property
     def numbers(self) -> int:
+        return self.first_adapter + self.adapter_numbers
+
+    @property
+    def first_adapter(self) -> int:
         return self.token_numbers + self.row_numbers + len(self.windows) * self.list.numbers
+
+    @property
+    def adapter_numbers(self) -> int:
+        return 2 * self.tokens + FIELDS * most_tiles(self.tokens, self.max_loras) if self.max_loras else 0
 
     def split(self, numbers: Array) -> tuple[TokenArrays[Array], RowArrays[Array], dict[int | None, Array]]:
         """Views of an array of as many numbers."""
         first, second = self.token_numbers, self.token_numbers + self.row_numbers
-        lists = numbers[second:].reshape(len(self.windows), self.list.numbers)
+        lists = numbers[second : self.first_adapter].reshape(len(self.windows), self.list.numbers)
         return (
             TokenArrays(*numbers[:first].reshape(-1, self.tokens)),
             RowArrays(*numbers[first:second].reshape(-1, self.rows)),
             dict(zip(self.windows, lists, strict=True)),
         )
+
+    def adapters(self, numbers: Array) -> AdapterArrays[Array]:
+        """The views of `split` for adapters, of which there are some."""
+        own, tokens = numbers[self.first_adapter :], self.tokens
+        tiles = own[2 * tokens : self.adapter_numbers].reshape(-1, FIELDS)
+        return AdapterArrays(own[:tokens], own[tokens : 2 * tokens], tiles)
 
 
 class MixedInputs:
@@ -102,9 +127,10 @@ class MixedInputs:
         windows: Sequence[int | None],
         dtype: torch.dtype,
         in_flight: int = 2,
+        max_loras: int = 0,
     ) -> None:
         """sizes: token counts that steps are padded to. windows: of the model's layers. dtype: the model's. in_flight:
-        as in `HostRing`."""
+        as in `HostRing`. max_loras: adapters in a step, at most."""
         self._arena = arena
         layer = arena.layer(0)
         self._tabled = layer.table is not None
@@ -113,13 +139,16 @@ class MixedInputs:
             rows = min(size, arena.spec.num_slots)
             chunks = min(rows, max(LEAST_CHUNKS, size // CHUNK_TOKENS))
             shape = list_shape(size, chunks, heads, dtype)
-            self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)))
+            self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)), max_loras)
         most = max(layout.numbers for layout in self._layouts.values())
         self._static = torch.zeros(most, dtype=torch.int64, device=arena.device)
         self._host = HostRing(most, arena.device, in_flight)
+        self.adapted = False
+        """Whether tokens of the plan sent last have adapters."""
 
-    def batch(self, size: int, last_token: Tensor) -> ForwardBatch:
-        """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device."""
+    def batch(self, size: int, last_token: Tensor, adapted: bool = False) -> ForwardBatch:
+        """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device. adapted: tokens may
+        have adapters."""
         layout = self._layouts[size]
         tokens, rows, lists = layout.split(self._static[: layout.numbers])
         first, longest = tokens.prompt_ids[: layout.rows], self._arena.spec.max_tokens
@@ -140,7 +169,12 @@ class MixedInputs:
             kv=self._arena,
             wanted=wanted if layout.wants_few else None,
             prefill_lists={window: list_views(numbers, layout.list) for window, numbers in lists.items()},
+            adapters=self._token_adapters(layout) if adapted else None,
         )
+
+    def _token_adapters(self, layout: Layout) -> TokenAdapters:
+        arrays = layout.adapters(self._static[: layout.numbers])
+        return TokenAdapters(arrays.slots, AdapterTiles(arrays.order, arrays.tiles))
 
     def send(self, flat: FlatPlan | None, size: int) -> bool:
         """Queue the upload of a plan, padded to `size` tokens; without a plan all of it is padding.
@@ -161,7 +195,11 @@ class MixedInputs:
         self._pad(tokens, rows)
         if flat is not None:
             _fill(tokens, rows, flat)
-        self._static[: layout.numbers].copy_(buffer.tensor[: layout.numbers], non_blocking=True)
+        self.adapted = flat is not None and flat.adapters is not None
+        if layout.max_loras:
+            _fill_adapters(layout.adapters(host), None if flat is None else flat.adapters)
+        length = layout.numbers if self.adapted or flat is None else layout.first_adapter
+        self._static[:length].copy_(buffer.tensor[:length], non_blocking=True)
         buffer.mark()
         return True
 
@@ -184,6 +222,15 @@ class MixedInputs:
         rows.slots[:] = self._arena.spec.num_slots
         for array in rows[1:]:
             array[:] = 0
+
+
+def _fill_adapters(arrays: AdapterArrays[Ints], adapters: Ints | None) -> None:
+    arrays.slots[:] = -1
+    arrays.order[:] = 0
+    arrays.tiles[:] = 0
+    if adapters is not None:
+        arrays.slots[: len(adapters)] = adapters
+        fill_tiles(adapters, arrays.order, arrays.tiles)
 
 
 def _fill(tokens: TokenArrays[Ints], rows: RowArrays[Ints], flat: FlatPlan) -> None:

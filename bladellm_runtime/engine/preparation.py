@@ -36,10 +36,11 @@ class Preparer(Protocol):
 
 @dataclass(slots=True)
 class _Guest:
-    """A request in the room. left: what it still needs, the first of them under way."""
+    """A request in the room. left: what it still needs, the first of them under way. errand: nothing follows."""
 
     request: AddRequest
     left: list[Preparer]
+    errand: bool
     prepared: Prepared = field(default_factory=Prepared)
 
 
@@ -51,7 +52,7 @@ class WaitingRoom:
         self._preparers = preparers
         self._guests: dict[int, _Guest] = {}
         self._users: dict[int, list[Preparer]] = {}
-        self._fresh = False
+        self._fresh: list[_Guest] = []
         self.ready: list[tuple[AddRequest, Prepared]] = []
         """Requests that can be scheduled, in the order in which they got ready; whoever does it clears the list."""
 
@@ -66,28 +67,33 @@ class WaitingRoom:
         """Of those that wait."""
         return list(self._guests)
 
-    def enter(self, request: AddRequest) -> bool:
-        """Take a request in; False, with nothing done, where it needs nothing. Its id must not be here already."""
+    def enter(self, request: AddRequest, errand: bool = False) -> bool:
+        """Take a request in; False, with nothing done, where it needs nothing. Its id must not be here already.
+
+        errand: it is done once it has what it needs, and gives that back.
+        """
         needed = [preparer for preparer in self._preparers if preparer.is_needed(request)]
         if not needed:
             return False
-        self._guests[request.request_id] = _Guest(request, list(needed))
+        guest = _Guest(request, list(needed), errand)
+        self._guests[request.request_id] = guest
         self._users[request.request_id] = needed
-        self._fresh = True
+        self._fresh.append(guest)
         return True
 
     def poll(self) -> list[RequestDelta]:
-        """Look whether guests are ready; returns the terminal deltas of those that were refused."""
+        """Look whether guests are ready; returns the terminal deltas of those that were refused, and of errands."""
         changed = [preparer.poll() for preparer in self._preparers]
-        if not self._fresh and not any(changed):
-            return []
-        self._fresh = False
+        # Where nothing has changed the others are not asked again: there may be thousands.
+        guests = list(self._guests.values()) if any(changed) else self._fresh
+        self._fresh = []
         deltas: list[RequestDelta] = []
-        for guest in list(self._guests.values()):
-            try:
-                self._go_on(guest)
-            except RefusedError as error:
-                deltas.append(self._refuse(guest.request.request_id, error))
+        for guest in guests:
+            if self._guests.get(guest.request.request_id) is guest:
+                try:
+                    deltas += self._go_on(guest)
+                except RefusedError as error:
+                    deltas.append(self._refuse(guest.request.request_id, error))
         return deltas
 
     def abort(self, request_ids: Iterable[int]) -> list[RequestDelta]:
@@ -102,12 +108,18 @@ class WaitingRoom:
         for preparer in self._users.pop(request_id, ()):
             preparer.release(request_id)
 
-    def _go_on(self, guest: _Guest) -> None:
+    def _go_on(self, guest: _Guest) -> list[RequestDelta]:
         while guest.left and guest.left[0].prepare(guest.request, guest.prepared):
             del guest.left[0]
-        if not guest.left:
-            del self._guests[guest.request.request_id]
-            self.ready.append((guest.request, guest.prepared))
+        if guest.left:
+            return []
+        request_id = guest.request.request_id
+        del self._guests[request_id]
+        if guest.errand:
+            self.release(request_id)
+            return [RequestDelta(request_id, [], FinishReason.STOP)]
+        self.ready.append((guest.request, guest.prepared))
+        return []
 
     def _refuse(self, request_id: int, error: RefusedError) -> RequestDelta:
         del self._guests[request_id]

@@ -40,7 +40,8 @@ def run_rank(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> None:
         results = None
         if launch.rank == launch.args.result_rank:
             results = ResultSender(launch.meeting.results, read_secret(launch.args))
-        follower = Follower(built.runner, port, pulses, launch.args.steps_in_flight, results)
+        in_flight = launch.args.steps_in_flight
+        follower = Follower(built.runner, port, pulses, in_flight, results, built.loader, launch.rank)
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 10, 50)

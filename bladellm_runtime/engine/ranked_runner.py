@@ -16,7 +16,7 @@ from bladellm_runtime.engine.step_errors import DeviceLostError, GroupLostError,
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.ranks.channel import ChannelBroken
 from bladellm_runtime.ranks.group import Ranks
-from bladellm_runtime.ranks.messages import UseMixedGraphs, sample_message, step_message
+from bladellm_runtime.ranks.messages import AdapterMoved, RankOrder, UseMixedGraphs, sample_message, step_message
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.wire.messages import EngineStats
 
@@ -55,8 +55,7 @@ class RankedRunner:
 
     def use_mixed_graphs(self, on: bool) -> None:
         """As the runner's, on every rank."""
-        with self._lost_group():
-            self._ranks.send(UseMixedGraphs(on))
+        self.send(UseMixedGraphs(on))
         self._runner.use_mixed_graphs(on)
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -102,6 +101,16 @@ class RankedRunner:
         """As the runner's. Raises `GroupLostError`: an idle engine learns of it here."""
         self._check()
         self._runner.add_stats(stats)
+
+    def send(self, order: RankOrder) -> None:
+        """Have the other ranks do something behind what they were told before."""
+        with self._lost_group():
+            self._ranks.send(order)
+
+    def adapters_moved(self) -> list[AdapterMoved]:
+        """What became of adapters on the other ranks since the last call. Raises `GroupLostError`."""
+        self._check()
+        return self._ranks.adapters_moved()
 
     def serve(self) -> None:
         """The start is over, on every rank."""

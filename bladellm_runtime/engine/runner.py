@@ -26,6 +26,7 @@ from bladellm_runtime.engine.running_step import RunningStep, read_result
 from bladellm_runtime.engine.sampler import SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.stage import Stage
+from bladellm_runtime.engine.step_adapters import Ints, SlotAdapters
 from bladellm_runtime.engine.step_errors import step_error
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.engine.uploaded_masks import UploadedMasks, upload_masks
@@ -69,6 +70,7 @@ class ModelRunner:
         self._device = arena.device
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=arena.device)
         self._tokens: list[SlotTokens | None] = [None] * num_slots
+        self._adapters = None if model.lora is None else SlotAdapters(num_slots)
         self._graphs: StepGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._replays_mixed = True
@@ -108,10 +110,11 @@ class ModelRunner:
         return () if self._mixed is None else self._mixed.sizes
 
     @property
-    def captured(self) -> tuple[int, int, int]:
+    def captured(self) -> tuple[int, ...]:
         """Whether there are captured decode steps, with shared beginnings up to how many rows, and captured steps with
-        prefill chunks."""
-        return int(self._graphs is not None), self.shared_rows, len(self.mixed_sizes)
+        prefill chunks; whether of both kinds there are some with adapters."""
+        adapted = (graphs is not None and graphs.adapted for graphs in (self._graphs, self._mixed))
+        return int(self._graphs is not None), self.shared_rows, len(self.mixed_sizes), *map(int, adapted)
 
     @property
     def on_gpu(self) -> bool:
@@ -122,6 +125,13 @@ class ModelRunner:
         """Whether steps with prefill chunks are replayed from now on where they are captured, or launched operator by
         operator; no step may be in flight."""
         self._replays_mixed = on
+
+    def steps_done(self) -> "concurrent.futures.Future[None]":
+        """Done when the steps launched so far are, as far as they were launched. Raises `RuntimeError` on a GPU, whose
+        stream says so."""
+        if self._worker is None:
+            raise RuntimeError("no thread runs the steps")
+        return self._worker.submit(lambda: None)
 
     def launch(self, plan: StepPlan) -> "concurrent.futures.Future[RunningStep] | RunningStep":
         """Start a step. Plans must come in order; as many may be uncollected as the stage has in flight. One with
@@ -187,12 +197,15 @@ class ModelRunner:
             self._tokens[load.slot] = SlotTokens.of(load)
             if self._sampling is not None:
                 self._sampling.load(load)
+            if self._adapters is not None:
+                self._adapters.load(load)
         self._stage.begin(plan, self._last_token)
-        size = None if self._graphs is None else self._graphs.size_for(plan)
+        adapters = None if self._adapters is None else self._adapters.of(plan)
+        size = None if self._graphs is None else self._graphs.size_for(plan, adapters is not None)
         if self._graphs is not None and size is not None:
-            step = self._replay(plan, self._graphs, size)
+            step = self._replay(plan, self._graphs, size, adapters)
         else:
-            step = self._run_flat(plan)
+            step = self._run_flat(plan, adapters)
         if step.sample is None or not plan.constrained:
             self._end(step, None)
         return step
@@ -218,9 +231,9 @@ class ModelRunner:
         self._stage.end(self._last_token)
         self._copy_results(step)
 
-    def _run_flat(self, plan: StepPlan) -> RunningStep:
+    def _run_flat(self, plan: StepPlan, adapters: Ints | None) -> RunningStep:
         """A step of any rows: replayed up to the final norm, or not."""
-        flat = flatten(plan, self._tokens, self._arena)
+        flat = flatten(plan, self._tokens, self._arena, adapters)
         size = self._mixed.send(flat) if self._mixed is not None and self._replays_mixed else None
         if self._mixed is None or size is None:
             return self._run_eagerly(plan, flat)
@@ -257,9 +270,9 @@ class ModelRunner:
         scored = score_prompts(self._model, hidden[count:], flat.scores) if flat.scores else []
         return RunningStep(plan, flat.sampling_rows, sample, scored=scored, keep=[inputs, hidden])
 
-    def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int) -> RunningStep:
+    def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int, adapters: Ints | None) -> RunningStep:
         """The forward pass of decode rows, padded to `size`."""
-        graphs.inputs.send(plan, size)
+        graphs.inputs.send(plan, size, adapters)
         self._arena.wait()
         self._arena.move(plan.memory.moves)
         rows = len(plan.slots)

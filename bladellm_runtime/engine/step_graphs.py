@@ -68,6 +68,7 @@ class StepGraphs:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, StepGraph] = {}
         self._cascades: dict[int, Work] = {}
+        self._adapted: dict[int, Work] = {}
         self._cascade = cascade
         self._model = model
         self._last_token = last_token
@@ -93,31 +94,46 @@ class StepGraphs:
                 partial(self._capture_cascade, capture, self._cascade),
                 "decode rows read what they share one by one",
             )
+        if self._model.lora is not None and self._graphs:
+            self._adapted = capture_sizes(
+                "graph_lora_batch_size",
+                self._sizes,
+                partial(self._capture_adapted, capture),
+                "decode steps with adapters run without CUDA graphs",
+            )
         return bool(self._graphs)
 
     def release(self) -> None:
         """Give the graphs back, whoever still holds this: what NCCL has in them keeps it from ending."""
-        self._graphs.clear()
-        self._cascades.clear()
+        for graphs in (self._graphs, self._cascades, self._adapted):
+            graphs.clear()
+
+    @property
+    def adapted(self) -> bool:
+        """Whether steps with adapters are captured too."""
+        return bool(self._adapted)
 
     @property
     def shared_rows(self) -> int:
         """Rows of the largest step whose plan may say what they share; 0 where none may."""
         return max(self._cascades, default=0)
 
-    def size_for(self, plan: StepPlan) -> int | None:
-        """The captured size for a plan; None where it has prefill chunks or more rows than any size."""
+    def size_for(self, plan: StepPlan, adapted: bool = False) -> int | None:
+        """The captured size for a plan; None where it has prefill chunks, more rows than any size, or adapters that no
+        captured step adds."""
         rows = len(plan.slots)
-        if plan.num_decode < rows or rows > self._sizes[-1]:
+        if plan.num_decode < rows or rows > self._sizes[-1] or (adapted and not self._adapted):
             return None
-        sizes = sorted(self._cascades) if plan.prefixes else self._sizes
+        sizes = sorted(self._cascades) if plan.prefixes and not adapted else self._sizes
         return sizes[bisect.bisect_left(sizes, rows)]
 
     def forward(self, plan: StepPlan, size: int) -> Tensor:
         """Queue the forward pass of a plan whose inputs were sent. Returns its logits, a view of `sampling.logits`, or
         hidden states, in memory that the next step writes to."""
         graph = self._graphs[size]
-        if plan.prefixes:
+        if self.inputs.adapted:
+            self._adapted[size]()
+        elif plan.prefixes:
             self._cascades[size]()
         else:
             (graph.light if sum(plan.starts) <= LIGHT_TOKENS else graph.forward)()
@@ -152,12 +168,22 @@ class StepGraphs:
         light = capture(partial(forward, True)) if differs else captured
         return StepGraph(captured, light, [capture(work) for work in samplings])
 
-    def _batch(self, size: int) -> ForwardBatch:
-        batch = self.inputs.batch(size, self._last_token)
+    def _batch(self, size: int, adapted: bool = False) -> ForwardBatch:
+        batch = self.inputs.batch(size, self._last_token, adapted)
         batch.workspace, batch.rotation = self._workspace, self._rotation
         # A copy: the forward pass adds to it, in padding too, again and again.
         batch.hidden = None if self.hidden is None else self.hidden[:size].clone()
         return batch
+
+    def _capture_adapted(self, capture: Capture, size: int) -> Work:
+        """The forward pass that adds what adapters do. It has nothing to start early, and reads nothing once."""
+        self.inputs.send(None, size)
+        out = self._out[:size]
+
+        def forward() -> None:
+            self._model.decode(self._batch(size, adapted=True), out=out)
+
+        return capture(forward)
 
     def _capture_cascade(self, capture: Capture, cascade: Cascade, size: int) -> Work:
         """The forward pass that reads what rows share once."""

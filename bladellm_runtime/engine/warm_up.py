@@ -6,6 +6,7 @@ from dataclasses import replace
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.wire.messages import AddRequest
 
 ANSWER = 3
@@ -28,15 +29,21 @@ Group = list[tuple[int, SamplingParams]]
 """Prompt lengths and parameters of requests that run together."""
 
 
-def warm_up(core: EngineCore, limits: SchedulerLimits, *, thorough: bool, micro_batches: int = 1) -> None:
-    """Run a short request; if `thorough`, steps of every kind. Leaves no trace in counters and prompt cache."""
+def warm_up(
+    core: EngineCore, limits: SchedulerLimits, *, thorough: bool, micro_batches: int = 1, adapted: bool = False
+) -> None:
+    """Run a short request; if `thorough`, steps of every kind. Leaves no trace in counters and prompt cache.
+
+    adapted: do so again with the adapter in the first slot, which is still empty.
+    """
     first = 0
-    for group in thorough_groups(limits, micro_batches) if thorough else [[(16, GREEDY)]]:
-        for request in _requests(group, limits, first):
-            core.add(request)
-        first += len(group)
-        while not core.idle:
-            core.step()
+    for prepared in (None, Prepared(adapter=0)) if adapted else (None,):
+        for group in thorough_groups(limits, micro_batches) if thorough else [[(16, GREEDY)]]:
+            for request in _requests(group, limits, first):
+                core.add(request) if prepared is None else core.add(request, prepared)
+            first += len(group)
+            while not core.idle:
+                core.step()
     core.reset_prompt_cache()
     core.reset_counters()
 

@@ -1,6 +1,7 @@
 """Carries moves of adapters out in a thread of its own: from folder to host, from host to slot, beside the steps."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -27,9 +28,14 @@ class AdapterLoader:
     Memory of copies that were dropped serves the next ones, so there is never more of it than the policy has copies.
     """
 
-    def __init__(self, memory: LoraMemory, reader: AdapterReader) -> None:
+    def __init__(
+        self, memory: LoraMemory, reader: AdapterReader, steps: Callable[[], Future[None]] | None = None
+    ) -> None:
+        """steps: where another thread runs them, when those are done that it has been given so far; None where they are
+        queued on a device, or run by who calls `begin`."""
         self._memory = memory
         self._reader = reader
+        self._steps = steps
         self._device = memory.numbers.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._copies: dict[str, HostAdapter] = {}
@@ -42,10 +48,12 @@ class AdapterLoader:
     def begin(self, move: Move) -> None:
         """Queue a move; its outcome comes from `poll`. Steps that were queued on the current stream before may still
         read the slot, later ones must not."""
-        queued = None
+        queued: torch.cuda.Event | Future[None] | None = None
         if self._stream is not None:
             queued = torch.cuda.Event()
             queued.record(torch.cuda.current_stream(self._device))
+        elif self._steps is not None:
+            queued = self._steps()
         self._worker.submit(self._carry_out, move, queued)
 
     def poll(self) -> list[Outcome]:
@@ -65,7 +73,7 @@ class AdapterLoader:
         """Wait for the move that runs, give the others up."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _carry_out(self, move: Move, queued: torch.cuda.Event | None) -> None:
+    def _carry_out(self, move: Move, queued: torch.cuda.Event | Future[None] | None) -> None:
         error: UserError | None = None
         try:
             if move.dropped is not None:
@@ -87,9 +95,11 @@ class AdapterLoader:
         self._reader.read(Path(adapter), held)
         return held
 
-    def _copy(self, held: HostAdapter, slot: int, queued: torch.cuda.Event | None) -> None:
+    def _copy(self, held: HostAdapter, slot: int, queued: torch.cuda.Event | Future[None] | None) -> None:
         numbers, scales = self._memory.numbers[slot], self._memory.scales[slot]
-        if self._stream is None or queued is None:
+        if isinstance(queued, Future):
+            queued.result()
+        if self._stream is None or not isinstance(queued, torch.cuda.Event):
             numbers.copy_(held.numbers)
             scales.copy_(held.scales)
             return

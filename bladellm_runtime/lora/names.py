@@ -1,5 +1,6 @@
 """From what a request names as its model to an adapter's folder: a name given at start, or a path below a root."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,29 +40,36 @@ class AdapterNames:
             return Adapter(name, self.modules[name])
         if not name or len(name) > MAX_NAME or not name.isprintable():
             return None
-        if self._is_foreign(name):
-            raise ParameterError(
-                f"model {name!r:.120} is not below the folder of adapters; name a folder inside --lora_dir by its "
-                "relative path",
-                param="model",
-                code="model_not_found",
-            )
         if self.root is None:
+            if _is_foreign(name) or name.startswith("/"):
+                raise _not_below_root(name)
             return None
-        folder = self.root / name
-        return Adapter(name, folder.resolve()) if folder.is_dir() else None
+        folder = None if _is_foreign(name) else _resolved(self.root / name)
+        if folder is None or self.root not in folder.parents:
+            raise _not_below_root(name)
+        return Adapter(name, folder) if os.path.isdir(folder) else None
 
-    def _is_foreign(self, name: str) -> bool:
-        """Whether a name is a path or an address that does not end inside the root."""
-        if "://" in name or "\\" in name or name.startswith("~") or ".." in name.split("/"):
-            return True
-        if self.root is None:
-            return name.startswith("/")
-        try:
-            target = (self.root / name).resolve()
-        except (OSError, RuntimeError):  # a loop of links
-            return True
-        return self.root not in target.parents
+
+def _is_foreign(name: str) -> bool:
+    """Whether a name is a path that may lead out of any root, or an address."""
+    return "://" in name or "\\" in name or name.startswith("~") or ".." in name.split("/")
+
+
+def _resolved(path: Path) -> Path | None:
+    """Where a path leads, once and for all: its links may be turned elsewhere a moment later."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        return None
+
+
+def _not_below_root(name: str) -> ParameterError:
+    return ParameterError(
+        f"model {name!r:.120} is not below the folder of adapters; name a folder inside --lora_dir by its relative "
+        "path",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def parse_modules(entries: Sequence[str]) -> dict[str, Path]:

@@ -41,6 +41,8 @@ class AdapterPolicy:
         self._copies: OrderedDict[str, None] = OrderedDict()
         self._loading: dict[str, Move] = {}
         self._uses: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._reads = 0
 
     def acquire(self, adapter: str) -> Acquired | None:
         """Count a use. None, with nothing changed, where all slots or copies are in use: ask again after a release."""
@@ -77,6 +79,7 @@ class AdapterPolicy:
         del self._loading[adapter]
         self._free.append(self._slots.pop(adapter))
         self._copies.pop(adapter, None)
+        self._forget_version(adapter)
 
     def forget(self, adapter: str) -> bool:
         """Take an adapter out of its slot and off the host; False where it is in use or being loaded."""
@@ -85,11 +88,17 @@ class AdapterPolicy:
         if adapter in self._slots:
             self._free.append(self._slots.pop(adapter))
         self._copies.pop(adapter, None)
+        self._forget_version(adapter)
         return True
 
     def ready_slot(self, adapter: str) -> int | None:
         """The slot of an adapter that may be computed with; None where it is not there yet."""
         return None if adapter in self._loading else self._slots.get(adapter)
+
+    def version(self, adapter: str) -> int:
+        """The number of the read that brought an adapter here, which has a slot or a copy: another one, whatever the
+        adapter, means that its folder may have been another one too."""
+        return self._versions[adapter]
 
     @property
     def in_slots(self) -> dict[str, int]:
@@ -125,8 +134,17 @@ class AdapterPolicy:
             self._free.pop()
         else:
             del self._slots[move.evicted]
+            self._forget_version(move.evicted)
         if move.dropped is not None:
             del self._copies[move.dropped]
+            self._forget_version(move.dropped)
+        if move.read:
+            self._reads += 1
+            self._versions[move.adapter] = self._reads
         self._slots[move.adapter] = move.slot
         self._copies[move.adapter] = None
         self._loading[move.adapter] = move
+
+    def _forget_version(self, adapter: str) -> None:
+        if adapter not in self._slots and adapter not in self._copies:
+            self._versions.pop(adapter, None)

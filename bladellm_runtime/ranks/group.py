@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import ConfigError
@@ -20,7 +21,7 @@ from bladellm_runtime.ranks.launch import (
     read_secret,
     start_rank,
 )
-from bladellm_runtime.ranks.messages import CloseRank, Hello, RankOrder, Serve
+from bladellm_runtime.ranks.messages import AdapterMoved, CloseRank, Hello, RankOrder, Serve
 from bladellm_runtime.ranks.results import ResultReceiver
 from bladellm_runtime.ranks.watchdog import Watchdog
 
@@ -70,6 +71,7 @@ class Ranks:
         self.on_failure: list[Callable[[], None]] = []
         self.done = 0
         """Orders that rank 0 has finished, to be kept up to date."""
+        self._moved: SimpleQueue[AdapterMoved] = SimpleQueue()
         self._home = home
         self._guarded = False
         self._flags = flags_of(args)
@@ -115,6 +117,11 @@ class Ranks:
     def send(self, order: RankOrder) -> None:
         """Have every rank do something. Raises `ChannelBroken`."""
         self._channel.send(order)
+
+    def adapters_moved(self) -> list[AdapterMoved]:
+        """What became of adapters on the other ranks since the last call; once all have said hello."""
+        self._hear()  # the watching thread looks ten times a second, and requests wait for this
+        return [self._moved.get_nowait() for _ in range(self._moved.qsize())]
 
     def serve(self) -> None:
         """The start is over. Raises `ChannelBroken`."""
@@ -183,8 +190,11 @@ class Ranks:
         problems = []
         for report in self._channel.reports():
             self._dog.hear(report, time.monotonic())
-            if isinstance(report, Hello):
-                problems.append(self._differs(report))
+            match report:
+                case Hello():
+                    problems.append(self._differs(report))
+                case AdapterMoved():
+                    self._moved.put(report)
         return next(filter(None, problems), None)
 
     def _differs(self, hello: Hello) -> str | None:

@@ -85,6 +85,22 @@ class SampleStep(msgspec.Struct, tag="sample", frozen=True, array_like=True):
     masks: bytes
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, array_like=True):
+    """A `Move` of an adapter, beside the steps: those before it may read its slot, others once all ranks report it."""
+
+    adapter: str
+    slot: int
+    read: bool
+    dropped: str | None
+    evicted: str | None
+
+
+class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True, array_like=True):
+    """Let go of the host's copy of an adapter."""
+
+    adapter: str
+
+
 class UseMixedGraphs(msgspec.Struct, tag="mixed_graphs", frozen=True, array_like=True):
     """From here on steps with prefill chunks are replayed, or launched operator by operator; no step is in flight."""
 
@@ -99,7 +115,7 @@ class CloseRank(msgspec.Struct, tag="close", frozen=True, array_like=True):
     """Finish what is in flight, release everything and exit."""
 
 
-RankOrder = RunStep | SampleStep | UseMixedGraphs | Serve | CloseRank
+RankOrder = RunStep | SampleStep | LoadAdapter | DropAdapter | UseMixedGraphs | Serve | CloseRank
 
 
 class Numbered(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +142,14 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True, array_like=True):
     on_device: bool
 
 
+class AdapterMoved(msgspec.Struct, tag="adapter", frozen=True, array_like=True):
+    """What became of a `LoadAdapter`; error: why it was given up, None where the adapter is in its slot."""
+
+    rank: int
+    adapter: str
+    error: str | None
+
+
 class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
     """A rank ends. own: for a reason of its own, and not because another one no longer answers."""
 
@@ -141,7 +165,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True):
     result: StepResult
 
 
-RankReport = Hello | Pulse | RankFailed
+RankReport = Hello | Pulse | AdapterMoved | RankFailed
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 # A decoder's type parameter cannot be a union for mypy, hence the annotation.

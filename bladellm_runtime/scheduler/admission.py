@@ -30,6 +30,12 @@ def answer_tokens(prompt_len: int, max_tokens: int | None, limits: SchedulerLimi
     return room if max_tokens is None else min(max_tokens, room)
 
 
+def cache_key(salt: str, weights: str) -> str:
+    """What keeps apart whose prompts may be shared. A salt is printable ASCII: none of a client's is another one's
+    together with weights. Neither has a NUL within."""
+    return f"{salt}\0{weights}" if weights else salt
+
+
 def make_sequence(
     request: AddRequest, order: int, limits: SchedulerLimits, capacity: int, prepared: Prepared
 ) -> Sequence:
@@ -46,7 +52,7 @@ def make_sequence(
         prompt_len=prompt_len,
         max_len=prompt_len + answer,
         kv_end=prompt_len + max(answer, 1) - 1,
-        salt=request.cache_salt,
+        salt=cache_key(request.cache_salt, prepared.weights),
         stops=stops.union(params.stop_token_ids) if params.stop_token_ids else stops,
         prepared=prepared,
     )

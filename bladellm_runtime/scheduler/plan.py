@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from bladellm_runtime.kv.operations import MemoryPlan
 from bladellm_runtime.kv.shared_reads import PrefixGroup
 from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.prepared import NO_ADAPTER
 from bladellm_runtime.scheduler.step_cost import StepLoad, chunk_pairs
 from bladellm_runtime.wire.messages import TokenLogprobs
 
@@ -16,7 +17,8 @@ from bladellm_runtime.wire.messages import TokenLogprobs
 class SlotLoad:
     """A request takes a slot: new, or resumed after a preemption with what it had generated so far.
 
-    `token_ids` is the prompt followed by the generated tokens; the first `prompt_len` are the prompt.
+    `token_ids` is the prompt followed by the generated tokens; the first `prompt_len` are the prompt. adapter: the slot
+    of its LoRA adapter.
     """
 
     slot: int
@@ -25,6 +27,7 @@ class SlotLoad:
     prompt_len: int
     params: SamplingParams
     choice: int
+    adapter: int = NO_ADAPTER
 
 
 @dataclass(slots=True)

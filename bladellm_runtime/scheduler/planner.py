@@ -176,7 +176,8 @@ class Planner:
         """Add the next prefill chunk of a sequence; returns its tokens."""
         if not seq.loaded:
             # The tokens are copied: the sequence appends to its own list while this plan is in flight.
-            load = SlotLoad(seq.slot, seq.generation, seq.tokens.copy(), seq.prompt_len, seq.params, seq.choice)
+            known, adapter = seq.tokens.copy(), seq.prepared.adapter
+            load = SlotLoad(seq.slot, seq.generation, known, seq.prompt_len, seq.params, seq.choice, adapter)
             plan.loads.append(load)
             seq.loaded = True
             if seq.cached < 0:

@@ -38,6 +38,7 @@ class Prepared:
 
     matcher: TokenMatcher | None = None
     adapter: int = NO_ADAPTER
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ class Sequence:
     plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
     never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
     `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
-    `salt` keeps apart whose prompts may be shared. `loaded`: the runner has its tokens in this residence. `group`: the
-    micro-batch it runs in. `prepared`: what it was given beforehand.
+    `salt` keeps apart whose prompts may be shared, that of the request and its adapter in one. `loaded`: the runner has
+    its tokens in this residence. `group`: the micro-batch it runs in. `prepared`: what it was given beforehand.
     """
 
     order: int

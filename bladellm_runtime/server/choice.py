@@ -104,6 +104,8 @@ class RunningChoice:
         """Why the choice ended without an answer, and the request field to change, where one is to blame."""
         constraint = self.request.constraint
         blamed = constraint.field if constraint is not None and delta.error == "constraint_refused" else None
+        if delta.error == "adapter_refused":
+            blamed = "model"
         return Failure(delta.error or str(delta.finish), delta.message, blamed)
 
     def _read_logprobs(self, logprobs: ChoiceLogprobs, delta: RequestDelta, text: TextDelta) -> list[TokenLogprob]:

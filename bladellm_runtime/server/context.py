@@ -40,7 +40,8 @@ class RequestContext:
     """What the parsers need to know of this server.
 
     `vocab_size` is the width of the logits, not the length of the tokenizer: a token id must be below it.
-    `kv_tokens` is the capacity of the whole KV cache. `strict` refuses unknown fields.
+    `kv_tokens` is the capacity of the whole KV cache. `strict` refuses unknown fields. `adapters`: other names than
+    `model_names` may be those of adapters, which the parsers do not look for.
     """
 
     model_names: list[str]
@@ -49,6 +50,7 @@ class RequestContext:
     vocab_size: int
     strict: bool = False
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    adapters: bool = False
 
 
 def check_prompt_length(prompt_len: int, ctx: RequestContext) -> int:

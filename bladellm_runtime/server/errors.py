@@ -72,6 +72,10 @@ def generation_error(code: str | None, sentence: str | None = None, param: str |
         return invalid_request(sentence or "The constraint of this request cannot be used", param, code)
     if code == "constraint_failed":
         return ApiError(500, sentence or "The constraint of this request could not be followed to its end", code=code)
+    if code == "adapter_refused":
+        return invalid_request(sentence or "The adapter cannot be used", param, code)
+    if code == "adapter_in_use":
+        return ApiError(409, sentence or "Requests use the adapter; try again later", param=param, code=code)
     if code == "context_length_exceeded":
         return invalid_request("The prompt does not fit into the model's context", code=code)
     if code == "invalid_logits":

@@ -79,6 +79,7 @@ async def _generate(state: ServerState, exchange: Exchange, parser: Parser) -> N
 
 
 async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: float, client: "_ClientWatch") -> None:
+    adapter = await state.adapters.find(call.model)
     work = await prepare(state, call)
     client.check()
     state.metrics.choices.observe(call.params.n)
@@ -86,7 +87,7 @@ async def _answer(state: ServerState, exchange: Exchange, call: Call, arrival: f
     obstacle = state.obstacle()
     if obstacle is not None:
         raise obstacle
-    generation = Generation(state, work, arrival, exchange.drop)
+    generation = Generation(state, work, adapter, arrival, exchange.drop)
     heading = Heading.of(call, int(time()))
     try:
         generation.submit()

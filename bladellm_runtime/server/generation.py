@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from bladellm_runtime.lora.names import Adapter
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams
 from bladellm_runtime.server.choice import Piece, RunningChoice
 from bladellm_runtime.server.limits import Failure
@@ -35,10 +36,16 @@ class Generation:
     """
 
     def __init__(
-        self, state: ServerState, prompts: Sequence[PromptWork], arrival: float, drop_connection: Callable[[], None]
+        self,
+        state: ServerState,
+        prompts: Sequence[PromptWork],
+        adapter: Adapter | None,
+        arrival: float,
+        drop_connection: Callable[[], None],
     ) -> None:
         self._state = state
         self._prompts = prompts
+        self.adapter = adapter
         self._drop_connection = drop_connection
         self._pending: dict[int, Piece] = {}
         self._unread = 0
@@ -139,6 +146,7 @@ class Generation:
             self.arrival,
             prompt.cache_salt,
             prompt.constraint,
+            "" if self.adapter is None else self.adapter.key,
         )
         choice = RunningChoice(
             len(self._choices), request, prompt.echo, self._state.tokenizer, self._state.metrics, self._take

@@ -16,12 +16,13 @@ import uvloop
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.acceptor import Acceptor
+from bladellm_runtime.server.adapters import make_adapters
 from bladellm_runtime.server.app import create_app
 from bladellm_runtime.server.front_ends import FrontEnds
 from bladellm_runtime.server.generation import expire
 from bladellm_runtime.server.listener import allow_descriptors, bind, protocol_class, url_of
 from bladellm_runtime.server.place import Place
-from bladellm_runtime.server.state import ServerState, make_state
+from bladellm_runtime.server.state import ServerState, make_state, served_names
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.host import DEFAULT_COMMAND
@@ -54,6 +55,8 @@ def serve(
     --shutdown_timeout; the second one ends them at once. 1 when the engine died. `on_ready` gets the URL and the
     engine's client. Raises `UserError` when the server cannot start, a signal during the start included.
     """
+    # What it would refuse is refused before the engine is started.
+    make_adapters(args, served_names(args), None).close()
     listener = bind(args.host, args.port)
     try:
         allow_descriptors(args.max_connections)
@@ -160,6 +163,7 @@ class Server:
         server.should_exit = True
         await http
         state.pool.close()
+        state.adapters.close()
         return code
 
     async def _until_end(self, state: ServerState, http: "asyncio.Task[None]") -> int:

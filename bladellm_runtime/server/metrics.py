@@ -1,7 +1,8 @@
 """What `/metrics` shows. Names follow vLLM's with `blade_llm:` before them, so that its dashboards need one change."""
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -40,6 +41,7 @@ TOKEN_SECONDS = (
 )
 REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 1920.0)
 TOKENS = tuple(float(2**power) for power in range(21))
+MAX_LISTED_ADAPTERS = 64
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 128.0)
 
 
@@ -66,6 +68,8 @@ class Metrics:
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.disconnects = 0
+        self.open_adapters: Callable[[], tuple[list[str], list[str]]] = lambda: ([], [])
+        """Adapters of open requests that have a token, and of those that have none."""
         self._count_steps = count_steps
         self._last = EngineStats()
 
@@ -84,7 +88,9 @@ class Metrics:
     def reading(self, stats: EngineStats) -> MetricsReading:
         """What has been counted so far, beside the engine's `stats`."""
         histograms = {item.name: item.reading() for item in self.histograms()}
-        return MetricsReading(stats, dict(self.finished), dict(self.rejected), self.disconnects, histograms)
+        return MetricsReading(
+            stats, dict(self.finished), dict(self.rejected), self.disconnects, histograms, *self.open_adapters()
+        )
 
 
 class _Readings(Collector):
@@ -113,6 +119,8 @@ class _Readings(Collector):
         yield from self._counters(reading.stats, reading.disconnects)
         yield self._by_label("request_success", "finished_reason", reading.finished)
         yield self._by_label("requests_rejected", "reason", reading.rejected)
+        if reading.stats.lora_slots:
+            yield self._lora_info(reading)
         for histogram in self._metrics.histograms():
             yield histogram.family(self._labels, reading.histograms[histogram.name])
 
@@ -135,6 +143,12 @@ class _Readings(Collector):
             "last_step_age_seconds": self._client.heartbeat_age(),
             "engine_up": int(self._client.failure is None),
         }
+        if stats.lora_slots:
+            values |= {
+                "lora_slots": stats.lora_slots,
+                "lora_slots_used": stats.lora_used,
+                "num_requests_waiting_for_lora": stats.lora_waiting,
+            }
         for name, value in values.items():
             gauge = GaugeMetricFamily(PREFIX + name, HELP[name], labels=list(self._labels))
             gauge.add_metric(list(self._labels.values()), float(value))
@@ -159,10 +173,28 @@ class _Readings(Collector):
             "guided_mask_seconds": stats.guided_mask_seconds,
             "client_disconnects": disconnects,
         }
+        if stats.lora_slots:
+            values |= {
+                "lora_loads": stats.lora_loads,
+                "lora_load_seconds": stats.lora_load_seconds,
+                "lora_evictions": stats.lora_evictions,
+            }
         for name, value in values.items():
             counter = CounterMetricFamily(PREFIX + name, HELP[name], labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), float(value))
             yield counter
+
+    def _lora_info(self, reading: MetricsReading) -> Metric:
+        """Which adapters are here, for routers: the names in labels, the time as the value, as vLLM has it."""
+        labels = {
+            **self._labels,
+            "max_lora": str(reading.stats.lora_slots),
+            "running_lora_adapters": ",".join(reading.running_adapters[:MAX_LISTED_ADAPTERS]),
+            "waiting_lora_adapters": ",".join(reading.waiting_adapters[:MAX_LISTED_ADAPTERS]),
+        }
+        gauge = GaugeMetricFamily(PREFIX + "lora_requests_info", HELP["lora_requests_info"], labels=list(labels))
+        gauge.add_metric(list(labels.values()), time.time())
+        return gauge
 
     def _by_label(self, name: str, label: str, counts: dict[str, int]) -> Metric:
         counter = CounterMetricFamily(PREFIX + name, HELP[name], labels=[*self._labels, label])
@@ -206,6 +238,13 @@ HELP = {
     "kv_map_seconds_p99": "99th percentile of the latest calls that map memory, in seconds.",
     "last_step_age_seconds": "Seconds since the engine's last step or heartbeat.",
     "engine_up": "1 while the engine lives, else 0.",
+    "lora_slots": "Adapters that the device holds at most, --max_loras.",
+    "lora_slots_used": "Of these the ones that requests use now.",
+    "num_requests_waiting_for_lora": "Requests that wait for their adapter.",
+    "lora_requests_info": "When it was asked for, in seconds; the adapters of open requests are in the labels.",
+    "lora_loads": "Adapters brought to the device.",
+    "lora_load_seconds": "Seconds from asking for an adapter to having it, summed.",
+    "lora_evictions": "Adapters that had to leave the device for others.",
     "prompt_tokens": "Prompt tokens the engine has processed, cached ones included.",
     "prompt_tokens_cached": "Those of them that the prompt cache had.",
     "generation_tokens": "Tokens the engine has generated.",

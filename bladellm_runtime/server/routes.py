@@ -10,12 +10,12 @@ from starlette.exceptions import HTTPException
 
 from bladellm_runtime import __version__
 from bladellm_runtime.errors import ParameterError
-from bladellm_runtime.server.body import parse_body
+from bladellm_runtime.server.adapter_routes import add_adapter_routes
 from bladellm_runtime.server.chat import parse_chat
+from bladellm_runtime.server.cold_body import json_of
 from bladellm_runtime.server.errors import ApiError, from_parameter_error, invalid_request
-from bladellm_runtime.server.exchange import EXCHANGE, ClientGone, Exchange
 from bladellm_runtime.server.fields import Fields
-from bladellm_runtime.server.generate import read_body, tokenize_chat
+from bladellm_runtime.server.generate import tokenize_chat
 from bladellm_runtime.server.health import engine_condition
 from bladellm_runtime.server.models_api import model_card, models_list
 from bladellm_runtime.server.sampling import check_token_id
@@ -34,6 +34,8 @@ def cold_routes(state: ServerState) -> FastAPI:
     _add_probes(app, state)
     _add_models(app, state)
     _add_text(app, state)
+    if state.authenticator.has_admin:
+        add_adapter_routes(app, state)
     _describe_generation(app)
     return app
 
@@ -73,27 +75,27 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The names requests may use."""
-        return Response(models_list(names, state.created), media_type="application/json")
+        """The model's names, and those of its adapters."""
+        return Response(models_list(names, state.created, state.adapters), media_type="application/json")
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One of these names, or 404."""
-        return Response(model_card(name, names, state.created), media_type="application/json")
+        return Response(model_card(name, names, state.created, state.adapters), media_type="application/json")
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a `prompt`, or of chat `messages` with the model's template."""
-        body = await _body(state, request)
+        body = await json_of(state, request)
         tokens = await _tokenize(state, body)
         return _json({"count": len(tokens), "max_model_len": state.context.max_model_len, "tokens": tokens})
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of `tokens`."""
-        fields = Fields(await _body(state, request))
+        fields = Fields(await json_of(state, request))
         if not fields.given("tokens"):
             raise invalid_request("tokens is missing", "tokens")
         tokens = fields.integers("tokens", state.max_body_bytes)
@@ -121,21 +123,14 @@ async def _tokenize(state: ServerState, body: dict[str, Any]) -> list[int]:
     fields = Fields(body)
     if fields.given("messages"):
         names = ("add_special_tokens", "prompt")
-        return await tokenize_chat(state, parse_chat({k: v for k, v in body.items() if k not in names}, state.context))
+        call = parse_chat({k: v for k, v in body.items() if k not in names}, state.context)
+        await state.adapters.find(call.model)
+        return await tokenize_chat(state, call)
     prompt = fields.string("prompt")
     if prompt is None:
         raise invalid_request("prompt is missing", "prompt")
     special = fields.boolean("add_special_tokens", True)
     return await state.pool.encode(state.tokenizer, prompt, add_special_tokens=special)
-
-
-async def _body(state: ServerState, request: Request) -> dict[str, Any]:
-    exchange: Exchange = request.scope[EXCHANGE]
-    exchange.check_json()
-    try:
-        return parse_body(await read_body(state, exchange))
-    except ClientGone:
-        raise ApiError(400, "The client closed the connection") from None
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -29,11 +29,14 @@ class StreamOptions:
 
 
 def read_model(fields: Fields, ctx: RequestContext) -> str:
-    """The served name the request asks for; the first one when it leaves `model` out. Raises `ApiError` 404."""
+    """The name the request asks for; the first one of the model when it leaves `model` out.
+
+    Raises `ApiError` 404 for others than the model's, where they cannot be those of adapters.
+    """
     name = fields.string("model")
     if name is None:
         return ctx.model_names[0]
-    if name not in ctx.model_names:
+    if name not in ctx.model_names and not ctx.adapters:
         raise model_not_found(name)
     return name
 

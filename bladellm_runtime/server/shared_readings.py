@@ -17,6 +17,9 @@ class MetricsReading(msgspec.Struct, array_like=True):
     rejected: dict[str, int]
     disconnects: int
     histograms: dict[str, HistogramReading]
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
+    """Names of adapters, as clients wrote them, of requests that are open now and have a token, or have none yet."""
 
     def __add__(self, other: "MetricsReading") -> "MetricsReading":
         """The counts of both; the engine's are in both, and are the later ones."""
@@ -26,6 +29,8 @@ class MetricsReading(msgspec.Struct, array_like=True):
             dict(Counter(self.rejected) + Counter(other.rejected)),
             self.disconnects + other.disconnects,
             {name: _added(counted, other.histograms[name]) for name, counted in self.histograms.items()},
+            sorted({*self.running_adapters, *other.running_adapters}),
+            sorted({*self.waiting_adapters, *other.waiting_adapters}),
         )
 
 
@@ -39,6 +44,9 @@ class SharedReadings:
         self._paths = [folder / f"metrics-{number}" for number in range(front_ends)]
         self._own = self._paths[front_end]
         self._before = _read(self._own)
+        if self._before is not None:
+            # The requests of the one before have ended with it.
+            self._before.running_adapters = self._before.waiting_adapters = []
 
     def publish(self, reading: MetricsReading) -> MetricsReading:
         """Leave this front end's reading for the others; returns it with what was counted before its start."""

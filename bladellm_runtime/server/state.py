@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from bladellm_runtime.config import ServingArgs, read_api_keys
+from bladellm_runtime.config import ServingArgs, read_admin_keys, read_api_keys
 from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.server.adapters import Adapters, make_adapters
 from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.context import RequestContext, SamplingDefaults
 from bladellm_runtime.server.errors import ApiError
@@ -39,6 +40,7 @@ class ServerState:
     tokenizer: Tokenizer
     context: RequestContext
     authenticator: Authenticator
+    adapters: Adapters
     admission: Admission
     metrics: Metrics
     page: MetricsPage
@@ -72,6 +74,14 @@ class ServerState:
         if self.place.readings is not None:
             self.place.readings.publish(self.metrics.reading(self.client.stats))
 
+    def open_adapters(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of open requests that have a token, and of those that have none yet."""
+        found: tuple[set[str], set[str]] = (set(), set())
+        for generation in self.generations:
+            if generation.adapter is not None:
+                found[not generation.started].add(generation.adapter.name)
+        return sorted(found[0]), sorted(found[1])
+
     def obstacle(self) -> ApiError | None:
         """Why no new request can be taken now, if so."""
         return obstacle(self.client, self.args.engine_timeout, draining=self.draining)
@@ -93,6 +103,7 @@ def make_state(
         vocab_size=client.ready.vocab_size,
         strict=args.strict_params,
         defaults=SamplingDefaults.from_generation_config(read_generation_config(model_folder)),
+        adapters=args.enable_lora,
     )
     metrics = Metrics(count_steps=place.number == 0)
     admission = Admission(args.max_running_requests + args.max_queue_size, place.counts.open_requests)
@@ -101,12 +112,14 @@ def make_state(
         client=client,
         tokenizer=tokenizer,
         context=context,
-        authenticator=Authenticator(read_api_keys(args)),
+        authenticator=Authenticator(read_api_keys(args), read_admin_keys(args)),
+        adapters=make_adapters(args, context.model_names, place.adapters),
         admission=admission,
         metrics=metrics,
         page=MetricsPage(metrics, client, admission, context.model_names[0], place.readings),
         place=place,
     )
+    metrics.open_adapters = state.open_adapters
     client.on_step.append(state.on_step)
     return state
 

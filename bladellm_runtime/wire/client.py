@@ -23,6 +23,7 @@ from bladellm_runtime.wire.messages import (
     EngineStats,
     FrontEndStuck,
     FrontMessage,
+    MoveAdapter,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -126,7 +127,7 @@ class EngineClient:
         """Seconds since the engine last sent a step or a heartbeat."""
         return time.monotonic() - self._last_step
 
-    def submit(self, request: AddRequest, sink: Sink) -> None:
+    def submit(self, request: AddRequest | MoveAdapter, sink: Sink) -> None:
         """Hand a request to the engine; `sink` gets its deltas on the event loop, never before this returns."""
         self._sinks[request.request_id] = sink
         if self.failure is not None:

@@ -110,6 +110,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     Of constraints: `guided_hits` were found compiled or being compiled, `guided_misses` were not, `guided_refused`
     requests were refused for theirs; `guided_compile_seconds` were spent compiling in the background, and what is kept
     takes `guided_cache_bytes`. `guided_masks` rows of token masks took the engine `guided_mask_seconds`.
+    Of LoRA adapters: `lora_slots` there are, `lora_used` of them by adapters of live requests, for which `lora_waiting`
+    requests wait; `lora_loads` came to a slot, `lora_evictions` lost theirs to another one, and `lora_load_seconds`
+    were spent between asking for one and having it, summed.
     """
 
     time: float = 0.0
@@ -140,6 +143,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     guided_cache_bytes: int = 0
     guided_mask_seconds: float = 0.0
     guided_masks: int = 0
+    lora_slots: int = 0
+    lora_used: int = 0
+    lora_waiting: int = 0
+    lora_loads: int = 0
+    lora_evictions: int = 0
+    lora_load_seconds: float = 0.0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
@@ -176,5 +185,5 @@ class FrontEndStuck(msgspec.Struct, tag="stuck", frozen=True, array_like=True):
     front_end: int
 
 
-FrontMessage = AddRequest | AbortRequests | AttachFrontEnd | Shutdown
+FrontMessage = AddRequest | MoveAdapter | AbortRequests | AttachFrontEnd | Shutdown
 EngineMessage = StepOutput | EngineReady | EngineFailed | FrontEndStuck

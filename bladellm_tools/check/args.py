@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bladellm_runtime.config import check_fields, flag
+from bladellm_runtime.flags import check_fields, flag
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from bladellm_runtime.config import Device, Dtype, check_fields, flag
+from bladellm_runtime.config import Device, Dtype
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.flags import check_fields, flag
 
 MODELS, TEXT, RUN = "Models", "Text", "Run"
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bladellm_runtime.config import Device, Dtype, check_fields, flag
+from bladellm_runtime.config import Device, Dtype
+from bladellm_runtime.flags import check_fields, flag
 
 Bit = Literal["8", "4"]
 Mode = Literal["weight_only_quant", "act_and_weight_quant"]

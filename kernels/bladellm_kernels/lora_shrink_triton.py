@@ -5,15 +5,15 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
-from bladellm_kernels.lora_tokens import FIELDS, TILE_TOKENS, AdapterTiles, TokenAdapters
+from bladellm_kernels.lora_tokens import FIELDS, TILE_PARTS, TILE_TOKENS, AdapterTiles, TokenAdapters
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.power_of_two import power_of_two
 
 TILE_NUMBERS, LEAST_BLOCK_K, MOST_PARTS = 8192, 128, 32
 """Numbers of A that a program holds at once; columns of it at least; parts that the inputs are divided into at most."""
-TILE_BYTES, TILE_PARTS, LEAST_RANKS = 256, 8, 16
-"""Of tiles of tokens: bytes of x that a program takes of a token at once, parts at most, and ranks at least, which are
-a side of a matrix product."""
+TILE_BYTES, LEAST_RANKS = 256, 16
+"""Of tiles of tokens: bytes of x that a program takes of a token at once, and ranks at least, which are a side of a
+matrix product."""
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 TILE_TOKENS = 32
 """Tokens of a tile at most."""
+TILE_PARTS = 8
+"""Parts at most that the inputs of tokens in tiles are divided into: what A leaves of them is there so many times."""
 FIELDS = 3
 """Numbers of a tile: its adapter's slot, its first place in the order, its tokens."""
 

@@ -222,10 +222,10 @@ def poison(capture: Again, graphs: StepGraphs) -> None:
         graphs._last_token[-1] = random.randrange(graphs.sampling.logits.shape[1])
         graphs.sampling.tokens.fill_(-7)
 
-    def poisoned_send(plan, size) -> None:
+    def poisoned_send(plan, size, adapters=None) -> None:
         graphs.inputs._static.fill_(2**40)
         graphs.sampling.logits.fill_(torch.nan)
-        send(plan, size)
+        send(plan, size, adapters)
 
     capture.before, graphs.inputs.send = before, poisoned_send
 

@@ -1,5 +1,7 @@
 """The policy under random use: no slot in use changes hands, nothing is counted twice, all counters end at zero."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,3 +147,29 @@ def test_there_must_be_room_for_one():
     for sizes in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="at least"):
             AdapterPolicy(*sizes)
+
+
+def test_a_version_is_one_read_of_one_folder():
+    """While a slot or a copy holds it, and never the same again."""
+    policy, seen = AdapterPolicy(2, 3), set()
+    current: dict[str, int] = {}
+    for _ in range(600):
+        name = random.choice("abcdef")
+        if random.random() < 0.2:
+            held = name in policy.in_slots or name in policy.copies
+            assert policy.forget(name)
+            if held:
+                current.pop(name)
+            continue
+        acquired = policy.acquire(name)
+        version = policy.version(name)
+        if acquired.move is not None:
+            policy.loaded(name)
+        policy.release(name)
+        if acquired.move is not None and acquired.move.read:
+            assert version not in seen
+            seen.add(version)
+            current[name] = version
+        assert version == current[name]
+        current = {name: number for name, number in current.items() if name in policy.in_slots or name in policy.copies}
+    assert len(seen) > 20

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -154,3 +155,35 @@ def test_folders_reach_their_slots(table, tmp_path):
     assert store.acquire(adapter)
     assert "missing" in str(wait_for(store, adapter)[0].error)
     store.close()
+
+
+def test_a_slot_is_not_written_to_while_a_step_runs_that_may_read_it(table):
+    """Where another thread runs the steps: KV of requests that have ended may be remembered."""
+    memory = LoraMemory(table, LoraShape(1, 2, torch.float32), torch.device("cpu"))
+    steps = []
+
+    def launched():
+        steps.append(Future())
+        return steps[-1]
+
+    store = AdapterStore(AdapterPolicy(1, 2), AdapterLoader(memory, Numbered(), launched))
+    store.memory = memory
+    assert store.acquire("1")
+    time.sleep(0.05)
+    assert store.poll() == []
+    assert not memory.numbers.any()
+    steps.pop().set_result(None)
+    wait_for(store, "1")
+    assert holds(store, 0, "1")
+    store.close()
+
+
+def test_an_adapter_that_was_read_again_has_another_version(store):
+    versions = []
+    for name in ("1", "2", "1", "3", "4", "5", "6", "1"):
+        assert store.acquire(name)
+        wait_for(store, name) if store.ready_slot(name) is None else store.poll()
+        versions.append(store.version(name))
+        store.release(name)
+    assert versions[0] == versions[2], "it was there all the time"
+    assert len({*versions}) == len(versions) - 1, "it was read again after four others"

@@ -73,8 +73,9 @@ def test_outputs_compute_what_transformers_makes_of_them(algorithm, family, tmp_
     ours = logits_of(tmp_path / "out", tmp_path / "model", prompt)
     theirs = reference_logits(load_elsewhere(tmp_path / "out", scheme), prompt)
     exact = reference_logits(reference, prompt)
-    rounding = 1e-3 if scheme.activations == "none" else 0.2
-    assert (ours - theirs).abs().max() <= rounding * exact.abs().max()
+    # An activation's code may round either way, and single logits then differ by much: of all together, by little.
+    rounding = 1e-3 if scheme.activations == "none" else 0.15
+    assert (ours - theirs).norm() <= rounding * exact.norm()
     assert (ours - exact).norm() <= 0.8 * exact.norm()
     assert (ours - exact).norm() > 0
 

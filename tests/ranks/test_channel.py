@@ -15,8 +15,11 @@ from bladellm_runtime.kv.shared_reads import PrefixGroup
 from bladellm_runtime.ranks import channel
 from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver, PlanSender, Secret
 from bladellm_runtime.ranks.messages import (
+    AdapterMoved,
     CloseRank,
+    DropAdapter,
     Hello,
+    LoadAdapter,
     Pulse,
     RankReport,
     RunStep,
@@ -103,6 +106,14 @@ def test_masks_arrive_as_they_were(rows):
     assert found.masks.dtype == np.int32
     assert np.array_equal(found.masks, masks if rows else np.empty((0, 0)))
     assert found.masks.flags.writeable
+
+
+def test_what_ranks_say_of_adapters_arrives_as_it_was():
+    orders = [LoadAdapter("/a/b", 3, True, None, "/c"), LoadAdapter("é", 0, False, "/d", None), DropAdapter("/a/b")]
+    for number, order in enumerate(orders):
+        assert channel.decode_order(encode(channel.Numbered(number, order))).order == order
+    for report in (AdapterMoved(2, "/a/b", None), AdapterMoved(1, "", "it is broken")):
+        assert channel.decode_report(encode(report)) == report
 
 
 @pytest.mark.parametrize("secret", [None, Secret(b"sixteen bytes and more")])

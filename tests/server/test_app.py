@@ -178,7 +178,7 @@ def test_an_endless_body_ends_at_the_limit(server, path):
     flooding = threading.Thread(target=flood)
     flooding.start()
     assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-    flooding.join(10)
+    flooding.join(30)
     assert not flooding.is_alive(), "the connection was not closed"
     assert server.rss() - memory < 16 * 2**20
     connection.close()

@@ -11,6 +11,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from bladellm_runtime.errors import ParameterError
+from bladellm_runtime.server.adapters import Adapters
 from bladellm_runtime.server.errors import (
     ApiError,
     from_parameter_error,
@@ -20,6 +21,7 @@ from bladellm_runtime.server.errors import (
 )
 from bladellm_runtime.server.logprobs import ChoiceLogprobs, TokenLogprob
 from bladellm_runtime.server.models_api import model_card, models_list
+from bladellm_runtime.server.named_adapters import NamedAdapters
 from bladellm_runtime.server.responses import DONE, Choice, ChunkFormatter, Usage, response_body
 from bladellm_runtime.wire.messages import TokenLogprobs
 
@@ -229,10 +231,11 @@ def test_the_type_follows_from_the_status(status, kind):
 
 
 def test_models():
-    body = orjson.loads(models_list(["a", "b/c"], 5))
+    adapters = Adapters(["a", "b/c"], NamedAdapters({}, None), None)
+    body = orjson.loads(models_list(["a", "b/c"], 5, adapters))
     assert body["object"] == "list"
     assert [strictly(Model, item).id for item in body["data"]] == ["a", "b/c"]
-    assert strictly(Model, orjson.loads(model_card("b/c", ["a", "b/c"], 5))).created == 5
+    assert strictly(Model, orjson.loads(model_card("b/c", ["a", "b/c"], 5, adapters))).created == 5
     with pytest.raises(ApiError) as caught:
-        model_card("x", ["a"], 5)
+        model_card("x", ["a"], 5, adapters)
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")

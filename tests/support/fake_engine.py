@@ -44,6 +44,7 @@ from bladellm_runtime.wire.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    MoveAdapter,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -51,6 +52,7 @@ from bladellm_runtime.wire.messages import (
     front_end_of,
 )
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
+from tests.support.fake_adapters import FakeAdapters
 
 if TYPE_CHECKING:
     from bladellm_runtime.guided.backend import Compiled, Matcher
@@ -74,6 +76,8 @@ class FakeSettings:
     heartbeat_seconds: float = 0.25
     max_model_len: int = MAX_MODEL_LEN
     guided_cache_mib: float = 256.0
+    max_loras: int = 4
+    lora_load_seconds: float = 0.0
 
 
 @dataclass
@@ -116,14 +120,15 @@ def token_at(key: int, position: int) -> int:
     return words()[((key + 7919 * position) * 2654435761 >> 7) % len(words())]
 
 
-def expected_tokens(prompt: list[int], count: int, choice: int = 0) -> list[int]:
-    """The tokens this engine generates for a prompt without a command."""
-    return [token_at(key_of(prompt, choice), position) for position in range(count)]
+def expected_tokens(prompt: list[int], count: int, choice: int = 0, adapter: int = 0) -> list[int]:
+    """The tokens this engine generates for a prompt without a command. adapter: its checksum."""
+    return [token_at(key_of(prompt, choice) ^ adapter, position) for position in range(count)]
 
 
-def expected_text(prompt: list[int], count: int, choice: int = 0) -> str:
+def expected_text(prompt: list[int], count: int, choice: int = 0, adapter: int = 0) -> str:
     """The text of `expected_tokens`, put together from the vocabulary, without a decoder."""
-    return "".join(tokenizer().id_to_token(token).replace("Ġ", " ") for token in expected_tokens(prompt, count, choice))
+    tokens = expected_tokens(prompt, count, choice, adapter)
+    return "".join(tokenizer().id_to_token(token).replace("Ġ", " ") for token in tokens)
 
 
 def granules(tokens: int) -> int:
@@ -159,6 +164,7 @@ class FakeEngine:
         self._compiling: dict[int, tuple[AddRequest, Future[Compiled]]] = {}
         self._matchers: dict[int, Matcher] = {}
         self._memory = PromptMemory()
+        self._adapters = FakeAdapters(settings.max_loras, 2 * settings.max_loras, settings.lora_load_seconds)
         self._stats = EngineStats(
             slots=settings.slots, kv_granules=granules(settings.kv_tokens), granule_tokens=GRANULE_TOKENS
         )
@@ -174,21 +180,21 @@ class FakeEngine:
     def run(self) -> None:
         self._port.send(fake_ready(self._settings))
         while not self._stop:
-            idle = not self._running and not self._waiting and not self._compiling
+            idle = not self._ids()
             deltas = self._receive(self._settings.heartbeat_seconds if idle else 0.0)
             deltas += self._take_compiled()
             deltas += self._step()
             self._port.send(StepOutput(deltas, self._reading()))
-            if self._running or self._compiling:
+            if self._ids():
                 time.sleep(self._settings.step_seconds)
 
     def _receive(self, timeout: float) -> list[RequestDelta]:
         deltas = []
         for message in self._port.receive(timeout):
-            if isinstance(message, AddRequest) and message.constraint is not None:
-                self._compiling[message.request_id] = message, self._guide.compiling(message.constraint)
+            if isinstance(message, MoveAdapter) or (isinstance(message, AddRequest) and message.adapter):
+                deltas += self._adapters.enter(message)
             elif isinstance(message, AddRequest):
-                self._waiting.append(message)
+                self._queue(message)
             elif isinstance(message, AbortRequests):
                 deltas += [self._abort(request_id) for request_id in message.request_ids if self._knows(request_id)]
             elif isinstance(message, AttachFrontEnd):
@@ -199,7 +205,8 @@ class FakeEngine:
         return deltas
 
     def _ids(self) -> list[int]:
-        return [*self._running, *self._compiling, *(item.request_id for item in self._waiting)]
+        waiting = (item.request_id for item in self._waiting)
+        return [*self._running, *self._compiling, *waiting, *self._adapters.request_ids]
 
     def _knows(self, request_id: int) -> bool:
         return request_id in self._ids()
@@ -209,7 +216,15 @@ class FakeEngine:
         self._compiling.pop(request_id, None)
         self._matchers.pop(request_id, None)
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+        self._adapters.release(request_id)
         return RequestDelta(request_id, [], finish=FinishReason.ABORT)
+
+    def _queue(self, request: AddRequest) -> None:
+        """Have a request whose adapter is there wait for its constraint, then for a slot."""
+        if request.constraint is None:
+            self._waiting.append(request)
+        else:
+            self._compiling[request.request_id] = request, self._guide.compiling(request.constraint)
 
     def _take_compiled(self) -> list[RequestDelta]:
         """Let requests whose constraint is compiled wait for a slot; returns the refusals of the others."""
@@ -223,6 +238,7 @@ class FakeEngine:
                 self._matchers[request_id] = self._guide.matcher(future.result())
                 self._waiting.append(request)
             else:
+                self._adapters.release(request_id)
                 refused.append(
                     RequestDelta(request_id, [], FinishReason.ERROR, "constraint_refused", message=str(error))
                 )
@@ -231,7 +247,10 @@ class FakeEngine:
     def _step(self) -> list[RequestDelta]:
         started = time.monotonic()
         deltas = [delta for running in list(self._running.values()) if (delta := self._decode(running)) is not None]
-        deltas += self._admit()
+        ready, ended = self._adapters.poll()
+        for request in ready:
+            self._queue(request)
+        deltas += ended + self._admit()
         if self._running or deltas:
             self._stats.steps += 1
             self._stats.step_seconds += time.monotonic() - started + self._settings.step_seconds
@@ -251,17 +270,19 @@ class FakeEngine:
                 break
             self._waiting.popleft()
             self._start(request)
+        for item in refused:
+            self._adapters.release(item.request_id)
         return [RequestDelta(item.request_id, [], FinishReason.ERROR, "context_length_exceeded") for item in refused]
 
     def _start(self, request: AddRequest) -> None:
         found = COMMAND.search(tokenizer().decode(request.prompt[-512:], skip_special_tokens=False))
         command, argument = (found.group(1), found.group(2) or "") if found else ("", "")
-        key = key_of(request.prompt, request.choice)
+        key = key_of(request.prompt, request.choice) ^ self._adapters.content(request.adapter)
         running = Running(request, command, argument, time.monotonic(), key)
         if command == "say":
             running.script = [*tokenizer().encode(argument, add_special_tokens=False).ids, EOS]
         running.matcher = self._matchers.pop(request.request_id, None)
-        running.cached = self._memory.enter(request.prompt, request.cache_salt)
+        running.cached = self._memory.enter(request.prompt, request.cache_salt + "\0" + request.adapter)
         self._stats.prompt_tokens += len(request.prompt)
         self._stats.cached_tokens += running.cached
         self._running[request.request_id] = running
@@ -327,6 +348,7 @@ class FakeEngine:
 
     def _end(self, running: Running, tokens: list[int], finish: FinishReason, error: str | None) -> RequestDelta:
         del self._running[running.request.request_id]
+        self._adapters.release(running.request.request_id)
         return self._delta(running, tokens, finish, error)
 
     def _delta(
@@ -353,6 +375,7 @@ class FakeEngine:
         if "_guide" in vars(self):
             self._guide.count(self._stats)
         self._stats.kv_granules_used = self._used()
+        self._adapters.add_stats(self._stats)
         return self._stats
 
 

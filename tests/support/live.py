@@ -266,9 +266,9 @@ def completion_text(chunks: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", []))
 
 
-def fake_answer(prompt: str, count: int, choice: int = 0) -> str:
-    """What the fake engine answers to a /v1/completions prompt."""
-    return expected_text(tokenizer().encode(prompt).ids, count, choice)
+def fake_answer(prompt: str, count: int, choice: int = 0, adapter: int = 0) -> str:
+    """What the fake engine answers to a /v1/completions prompt. adapter: the checksum of one."""
+    return expected_text(tokenizer().encode(prompt).ids, count, choice, adapter)
 
 
 def main() -> int:

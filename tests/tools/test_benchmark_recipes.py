@@ -23,7 +23,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--device", "cpu", "--kv_cache_gib", "0.002", "--swap_gib", "0.001"),
+        pytest.param(("--device", "cpu", "--kv_cache_gib", "0.002", "--swap_gib", "0.001"), marks=pytest.mark.slow),
         pytest.param(
             ("--device", "cpu", "--kv_cache_gib", "0.001", "--swap_gib", "0", "--attn_cls", "paged"),
             marks=pytest.mark.slow,
@@ -68,6 +68,21 @@ def test_what_several_ranks_make_of_a_shape_is_measured(tmp_path, degree):
     measured = {row[1].strip(): row[5].strip() for row in cells[2:]}
     assert list(measured) == ["engine ready", "decode 1", "decode 3", "prefill 40", "offline"]
     assert all(float(value.replace(",", "")) > 0 for value in measured.values())
+
+
+def test_steps_with_adapters_and_constrained_answers_are_measured(tmp_path):
+    common = ("--device", "cpu", "--kv_cache_gib", "0.02", "--batch", "3", "--input", "9")
+    done = run("adapter_steps.py", *common, "--adapters", "1", "2", "--steps", "4", "--json", str(tmp_path / "steps"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "steps").read_text())
+    assert [row["adapters"] for row in rows] == [1, 2]
+    assert all(row["ratio"] == pytest.approx(row["step_ms"] / row["base_ms"]) for row in rows)
+    flags = ("--requests", "4", "--output", "6", "--json", str(tmp_path / "rates"))
+    done = run("constrained_throughput.py", *common, *flags)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rates").read_text())
+    assert [row["case"] for row in rows] == ["one", "different"]
+    assert all(row["mask_us"] > 0 for row in rows)
 
 
 def test_long_contexts_are_measured(tmp_path):

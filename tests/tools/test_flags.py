@@ -11,8 +11,9 @@ import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from bladellm_runtime.config import EngineArgs, ServingArgs, flag
+from bladellm_runtime.config import EngineArgs, ServingArgs
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.flags import flag
 from bladellm_runtime.request import SamplingParams
 from bladellm_tools import cli
 from bladellm_tools.flags import Flag, flags_of, make_flag, normalise

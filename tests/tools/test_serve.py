@@ -17,6 +17,7 @@ import pytest
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.wire.messages import EngineReady
 from bladellm_tools.serve import banner
+from tests.support.cases import some_pairs
 from tests.tools.command import ROOT, command, run, wait_for_library
 
 GIB = 1024**3
@@ -89,8 +90,7 @@ def test_the_recipe_serves_and_sigterm_ends_it(device) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("flags", [[], ["--disable_frontend_multiprocessing"]])
-@pytest.mark.parametrize("delay", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize(("delay", "flags"), some_pairs([0.0, 0.2, 0.6], [[], ["--disable_frontend_multiprocessing"]]))
 def test_ctrl_c_during_the_start_is_clean(delay: float, flags: list[str], demo_model: Path) -> None:
     flags = ["--model", str(demo_model), "--port", "0", "--kv_cache_gib", "0.05", "--device", "cpu", *flags]
     process = subprocess.Popen(

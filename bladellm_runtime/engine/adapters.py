@@ -1,0 +1,160 @@
+"""Preparers of LoRA adapters: bring them to slots for the requests that name them, first come, first served."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+from bladellm_runtime.engine.preparation import Preparer, RefusedError
+from bladellm_runtime.lora.store import AdapterStore
+from bladellm_runtime.scheduler.prepared import Prepared
+from bladellm_runtime.wire.messages import AddRequest, EngineStats
+
+ADAPTER_REFUSED = "adapter_refused"
+ADAPTER_IN_USE = "adapter_in_use"
+
+
+class Adapters(Preparer, Protocol):
+    """What an engine does about adapters."""
+
+    def unload(self, adapter: str) -> None:
+        """Let go of an adapter, so that its folder is read anew. Raises `RefusedError` while that cannot be."""
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Fill in what is known of them."""
+
+    def close(self) -> None:
+        """End the background work."""
+
+
+class NoAdapters:
+    """Refuses requests that name an adapter, where there are no slots for any."""
+
+    def is_needed(self, request: AddRequest) -> bool:
+        return bool(request.adapter)
+
+    def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
+        raise _not_enabled()
+
+    def poll(self) -> bool:
+        return False
+
+    def release(self, request_id: int) -> None:
+        pass
+
+    def unload(self, adapter: str) -> None:
+        raise _not_enabled()
+
+    def add_stats(self, stats: EngineStats) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class AdapterPreparer:
+    """Has an adapter of `store` in a slot for as long as a live request needs it.
+
+    Once a request has found all slots in use, later ones wait behind it, also those whose adapter is there: requests
+    for some adapters must not keep others away for ever.
+
+    A slot may go to another adapter as soon as no live request uses it, although steps in flight may have rows of
+    requests that ended. What these rows sample is dropped, but the KV that they write may be remembered: the loader
+    lets such steps end before it writes to the slot.
+    """
+
+    def __init__(self, store: AdapterStore, slots: int) -> None:
+        """slots: how many the store has."""
+        self._store = store
+        self._slots = slots
+        self._line: OrderedDict[int, str] = OrderedDict()
+        self._uses: dict[int, str] = {}
+        self._loading: set[int] = set()
+        self._refused: dict[int, str] = {}
+        self._freed = self._news = False
+
+    def is_needed(self, request: AddRequest) -> bool:
+        return bool(request.adapter)
+
+    def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
+        request_id, adapter = request.request_id, request.adapter
+        if request_id in self._refused:
+            raise RefusedError(ADAPTER_REFUSED, self._refused[request_id])
+        if request_id in self._line:
+            return False
+        if request_id not in self._uses and (self._line or not self._use(request_id, adapter)):
+            self._line[request_id] = adapter
+            return False
+        slot = self._store.ready_slot(adapter)
+        if slot is None:
+            return False
+        self._loading.discard(request_id)
+        prepared.adapter = slot
+        prepared.weights = f"{adapter}\0{self._store.version(adapter)}"
+        return True
+
+    def poll(self) -> bool:
+        self._take_outcomes()
+        if self._freed or self._news:
+            self._serve_line()
+        changed, self._freed, self._news = self._news, False, False
+        return changed
+
+    def release(self, request_id: int) -> None:
+        self._refused.pop(request_id, None)
+        self._loading.discard(request_id)
+        self._freed |= self._line.pop(request_id, None) is not None
+        adapter = self._uses.pop(request_id, None)
+        if adapter is not None:
+            self._store.release(adapter)
+            self._freed = True
+
+    def unload(self, adapter: str) -> None:
+        # One that was loaded for requests that have ended since may still seem to be on its way.
+        self._take_outcomes()
+        if not self._store.unload(adapter):
+            name = Path(adapter).name
+            raise RefusedError(ADAPTER_IN_USE, f"adapter {name!r} is in use; unload it when its requests have ended")
+
+    def add_stats(self, stats: EngineStats) -> None:
+        stats.lora_slots = self._slots
+        stats.lora_used = len(self._store.policy.in_use)
+        stats.lora_waiting = len(self._line) + len(self._loading)
+        stats.lora_loads = self._store.loads
+        stats.lora_evictions = self._store.evictions
+        stats.lora_load_seconds = self._store.load_seconds
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _serve_line(self) -> None:
+        while self._line:
+            request_id, adapter = next(iter(self._line.items()))
+            if not self._use(request_id, adapter):
+                return
+            del self._line[request_id]
+            self._news = True
+
+    def _use(self, request_id: int, adapter: str) -> bool:
+        """Count a use by a request; False where there is no slot for its adapter."""
+        if not self._store.acquire(adapter):
+            return False
+        self._uses[request_id] = adapter
+        self._loading.add(request_id)
+        return True
+
+    def _take_outcomes(self) -> None:
+        """Hear what the store has done; refuses the requests whose adapter could not be loaded."""
+        outcomes = self._store.poll()
+        failed = {each.adapter: _for_clients(str(each.error), each.adapter) for each in outcomes if each.error}
+        if failed:
+            self._refused |= {user: failed[adapter] for user, adapter in self._uses.items() if adapter in failed}
+        self._news |= bool(outcomes)
+
+
+def _for_clients(sentence: str, adapter: str) -> str:
+    """A sentence without the place of an adapter on this host."""
+    return sentence.replace(f"{adapter}/", "").replace(adapter, Path(adapter).name)
+
+
+def _not_enabled() -> RefusedError:
+    return RefusedError(ADAPTER_REFUSED, "this engine has no slots for LoRA adapters; start it with --enable_lora")
