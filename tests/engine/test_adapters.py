@@ -327,7 +327,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", some_of(RANKS, ["2 stages"]))
+@pytest.mark.parametrize("ranks", some_of(RANKS, []))
 def test_ranks_give_the_tokens_of_merged_weights(family, tmp_path, ranks):
     """Each has its share of every adapter; one that a single rank cannot have is refused, and others go on."""
     broken = tmp_path / "broken"
