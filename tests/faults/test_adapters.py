@@ -66,7 +66,7 @@ UNKNOWN = [
 FOREIGN = [
     *("../outside", "good-0/../../outside", "..", ".", "/", "./../outside", "good-0/../good-1", "link", "link/x"),
     *("loop", "~/x", "~root", "http://host/x", "file:///etc", "s3://bucket/x", "\\\\host\\share", "good-0\\..\\x"),
-    *("/etc", "/etc/passwd", "//etc", "/proc/self/root/etc", "..%2foutside/..", "%2e%2e/../outside"),
+    *("/etc", "/etc/passwd", "//etc", "/proc/self/cwd/etc", "..%2foutside/..", "%2e%2e/../outside"),
 ]
 
 

@@ -21,7 +21,7 @@ from tests.faults.asking import (
     text_of,
     undisturbed,
 )
-from tests.support.fake_engine import DEMO_MODEL, expected_text
+from tests.support.fake_tokens import DEMO_MODEL, expected_text
 from tests.support.live import LiveServer
 
 IM_START, IM_END = 1, 2

@@ -7,7 +7,7 @@ import threading
 import openai
 import pytest
 
-from tests.support.fake_engine import expected_text, tokenizer
+from tests.support.fake_tokens import expected_text, tokenizer
 from tests.support.live import LiveServer, fake_answer, fake_command, until
 
 

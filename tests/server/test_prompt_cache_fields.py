@@ -18,7 +18,7 @@ from bladellm_runtime.server.limits import Admission
 from bladellm_runtime.server.metrics import Metrics, MetricsPage
 from bladellm_runtime.wire.messages import EngineStats
 from tests.server.calls import BOTH, chat, completion
-from tests.support.fake_engine import DEMO_MODEL, GRANULE_TOKENS, tokenizer
+from tests.support.fake_tokens import DEMO_MODEL, GRANULE_TOKENS, tokenizer
 from tests.support.live import LiveServer, fake_command
 
 STREAM = pytest.mark.parametrize("stream", [False, True])

@@ -20,7 +20,7 @@ from typing import Any, Self
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.fake_engine import DEMO_MODEL, expected_text, tokenizer
+from tests.support.fake_tokens import DEMO_MODEL, expected_text, tokenizer
 
 FAKE_COMMAND = [sys.executable, "-m", "tests.support.fake_engine"]
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,8 @@ from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.host import ProcessHost
 from bladellm_runtime.wire.messages import AddRequest, EngineFailed, RequestDelta
-from tests.support.fake_engine import FakeSettings, expected_tokens, fake_ready, run_fake_engine, tokenizer
+from tests.support.fake_engine import FakeSettings, fake_ready, run_fake_engine
+from tests.support.fake_tokens import expected_tokens, tokenizer
 from tests.support.late import start_too_late
 
 FAKE = [sys.executable, "-m", "tests.support.fake_engine"]
