@@ -17,6 +17,7 @@ from tests.engine import reference
 from tests.engine.adapted import GREEDY, Family, ask, make_family
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_memory_recovery import SWAPPING, sabotage  # noqa: F401
+from tests.support.cases import some_of
 
 ADAPTERS = 4
 MIX = [0, 1, -1, 2, 3, 1, 0, 3]
@@ -50,7 +51,7 @@ def assert_empty(llm: LLM) -> None:
     llm._engine.core.check()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some_of(MODES, ["slots for some", "captured"]))
 def test_recomputed_rows_keep_their_adapters(family, sabotage, mode):  # noqa: F811
     with engine(mode) as llm:
         ask(llm, family, PROMPTS, MIX)
