@@ -4,7 +4,8 @@
                                           [--seconds 1.4] [--heuristics_only] [--dtype bfloat16] [--base TABLE]
 
 For each layer and number of rows: the algorithms of the library's heuristic, for matrices as they lie and transposed,
-then those beside the best one, set up otherwise in one place, until `--seconds` are over; each once, quickly. The four
+the best ones of other numbers of rows, then those beside the best so far, set up otherwise in one place, until
+`--seconds` are over; each once, quickly. The four
 best and torch are then timed in turn. Times are of a graph that goes through copies of the weight, more than the L2
 cache holds; layers that write to the residual stream add to it where torch would, above `MAX_ROWS` rows. An algorithm
 must be about as close to float32 as torch, and give the same bits each time, whatever its workspace held. `first` is
@@ -18,6 +19,7 @@ where they are faster. It is written after every line.
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -73,10 +75,16 @@ def by_kernel(problem: Problem, schedule: Schedule, weight: Tensor) -> None:
     launch(LinearCall(problem.x, weight, problem.bias, residual, problem.out, 1), schedule)
 
 
-def measure(problem: Problem, lt: CublasLt, today: LinearSchedule | None, args: argparse.Namespace) -> Choice:
+def measure(
+    problem: Problem,
+    lt: CublasLt,
+    today: LinearSchedule | None,
+    seeds: Sequence[CublasLtSchedule],
+    args: argparse.Namespace,
+) -> Choice:
     """Find the fast algorithms, and time them beside torch and the kernel that the table has today."""
     screening = Screening(problem, lt, args.seconds)
-    finalists = screening.run(args.heuristics_only)[:FINALISTS]
+    finalists = screening.run(args.heuristics_only, seeds)[:FINALISTS]
     first = screening.first
     if first is not None and first not in finalists:
         finalists.append(first)
@@ -111,7 +119,9 @@ def measure_all(model: Step, base: ScheduleTable, args: argparse.Namespace) -> l
     for rows in sorted(set(args.rows)):
         for shape in shapes:
             today = base.choose(rows, shape.rows, shape.inputs)
-            choices.append(measure(problem_of(shape, rows, pool), lt, today, args))
+            best = [choice.best for choice in reversed(choices) if choice.shape == shape]
+            seeds = [] if args.heuristics_only else [each for each in best if isinstance(each, CublasLtSchedule)]
+            choices.append(measure(problem_of(shape, rows, pool), lt, today, seeds, args))
             print(choices[-1].line, flush=True)
             save_table(merged(base, choices), args.out)
     return choices

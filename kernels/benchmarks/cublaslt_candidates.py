@@ -196,8 +196,8 @@ class Screening:
     def tried(self) -> int:
         return len(self._seen)
 
-    def run(self, heuristics_only: bool) -> list[Candidate]:
-        """The right ones, the fastest first."""
+    def run(self, heuristics_only: bool, seeds: Sequence[CublasLtSchedule] = ()) -> list[Candidate]:
+        """The right ones, the fastest first. seeds: those of other numbers of rows, tried behind the heuristic's."""
         found: list[Candidate] = []
         # By rows the library has no bias along the outputs.
         for by_rows in (False, True) if self.problem.bias is None else (False,):
@@ -206,6 +206,8 @@ class Screening:
             except CublasLtError:
                 continue
             found += self._screened(prepared, prepared.candidates(workspaces=(WORKSPACE_BYTES, 0)))
+            others = [Algorithm.of(seed.algorithm) for seed in seeds if seed.by_rows == by_rows]
+            found += self._screened(prepared, [other for other in others if prepared.runs(other)])
         best = None
         found.sort(key=lambda candidate: candidate.seconds)
         while found and not heuristics_only and found[0] is not best:

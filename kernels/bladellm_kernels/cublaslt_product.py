@@ -132,7 +132,8 @@ class PreparedProduct:
         )
         if status != 0 or result.workspace > WORKSPACE_BYTES:
             return False
-        if config(self.lt.library, algorithm)[ConfigAttribute.REDUCTION_SCHEME] & ~Reduction.COMPUTE_TYPE:
+        scheme = config(self.lt.library, algorithm)[ConfigAttribute.REDUCTION_SCHEME]
+        if scheme not in (Reduction.NONE, Reduction.COMPUTE_TYPE):
             return False
         apart = capability(self.lt.library, algorithm, CapAttribute.OUT_OF_PLACE_RESULT_SUPPORT)
         return self.product.in_place or bool(apart)

@@ -238,7 +238,7 @@ def test_a_measured_table_takes_what_is_faster_and_reaches_a_little_below(script
 
 
 def test_screening_refuses_what_is_wrong(script, monkeypatch):
-    """Algorithm 2 adds what its workspace holds, 3 does not run; 5 is beside the fastest, 4."""
+    """Algorithm 2 adds what its workspace holds, 3 does not run; 4 was best of other rows, 5 is beside it."""
     tries = importlib.import_module("cublaslt_candidates")
     times = {1: 4.0, 4: 2.0, 5: 1.0}
     lt = FakeCublasLt(FakeLibrary(statuses={3: 15}, wrong=(2,)))
@@ -246,14 +246,15 @@ def test_screening_refuses_what_is_wrong(script, monkeypatch):
     shape = importlib.import_module("linear_step").Shape("o", 48, 64)
     problem = tries.Problem(shape, x, [weight], None, out, False, linear_reference(x, weight).float())
     products = [product_of(x, weight, None, None, out, by_rows) for by_rows in (False, True)]
-    fakes = [FakeProduct(lt, product, (1, 2, 3, 4)) for product in products]
+    fakes = [FakeProduct(lt, product, (1, 2, 3)) for product in products]
+    monkeypatch.setattr(FakeProduct, "runs", lambda self, found: found.data[0] < 9)
     monkeypatch.setattr(tries.Problem, "prepared", lambda self, lt, by_rows: fakes[by_rows])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
     monkeypatch.setattr(tries, "graph_of", lambda problem, work, seconds: (work.args[1].data[0], 1))
     monkeypatch.setattr(tries, "replayed", lambda graphs, repeats: [times[number] for number in graphs])
     monkeypatch.setattr(tries, "neighbours", lambda prepared, best: [algorithm(5)] if best.data[0] == 4 else [])
     screening = tries.Screening(problem, lt, 60.0)
-    assert [each.algorithm.data[0] for each in screening.run(False)] == [5, 4, 1]
+    assert [each.algorithm.data[0] for each in screening.run(False, [schedule_of(4), schedule_of(9)])] == [5, 4, 1]
     assert screening.first.algorithm.data[0] == 1
     assert screening.tried == 5
     assert screening.refused == {"less close to float32 than torch": 1, "cublasLtMatmul: 15": 1}
