@@ -12,7 +12,7 @@ def run_interpreted(module: str, function: str, *folders: Path) -> None:
     folders: where that function finds modules, besides the repository's own.
     """
     code = (
-        "from tests.kernels.interpreted import patch_once, take_scalars_as_bounds; take_scalars_as_bounds(); patch_once(); "
+        "from tests.kernels import interpreted; interpreted.take_scalars_as_bounds(); interpreted.patch_once(); "
         f"from {module} import {function}; {function}()"
     )
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", *folders)))
