@@ -13,6 +13,8 @@ TESTBED = ROOT.parent / "shared" / "testbed"
 TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
 """Files whose tests measure times, one after another (fixture `alone`)."""
 
+gc.disable()  # until all tests are collected: what that makes stays, and going through it again and again takes seconds
+
 # A shell's background jobs ignore interrupts, and so would every command that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +34,7 @@ def pytest_collection_finish() -> None:
     """Collections of garbage need not walk the tests and modules, which stay: it would take each of them 0.4 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

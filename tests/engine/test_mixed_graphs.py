@@ -24,6 +24,7 @@ from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
 from tests.engine.test_step_graphs import FAMILIES, FORMATS, PROMPTS, assert_same, drive, random_requests
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
+from tests.support.cases import drawn_of
 
 SIZES = {"cuda_graph_batch_sizes": [9], "cuda_graph_prefill_tokens": [8, 20, 64, 200]}
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("no overlap", "relocating", "overlap")]
@@ -56,7 +57,7 @@ def test_tokens_are_those_of_transformers(demo_model, way, monkeypatch):
     assert_equal(demo_model, PROMPTS, found)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", drawn_of(FORMATS, 2, always=("no_quant",)))
 def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     options = {"dtype": "float32", "device": "cpu", "kv_cache_quant": format, "kv_cache_gib": 0.1}
