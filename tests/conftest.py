@@ -13,8 +13,6 @@ TESTBED = ROOT.parent / "shared" / "testbed"
 TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
 """Files whose tests measure times, one after another (fixture `alone`)."""
 
-gc.disable()  # until all tests are collected: what that makes stays, and going through it again and again takes seconds
-
 # A shell's background jobs ignore interrupts, and so would every command that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,6 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that measure times come first: they take longest, and share a process."""
     items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """What collecting tests makes stays: collections of garbage would go through it again and again, for seconds."""
+    if not session.config.pluginmanager.hasplugin("dsession"):  # that only hands out what its workers collect
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:
