@@ -15,6 +15,7 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine import compile_kernels
 from bladellm_runtime.engine.compile_kernels import Compiling, start_compiling
 from bladellm_runtime.engine.kernel_record import read_record, record_path, write_record
+from tests.support.warm import run_code
 
 HOPPER = GPUTarget("cuda", 90, 32)
 START = """
@@ -74,10 +75,7 @@ for _ in range(2):
 
 def run_script(script: str, cache: Path, record: Path) -> list[int]:
     """What it prints on a machine whose triton cache is `cache`: of a start, kernels compiled and loaded."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, record], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_code(script, record, TRITON_CACHE_DIR=str(cache), PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]
 
