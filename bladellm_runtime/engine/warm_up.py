@@ -13,6 +13,9 @@ ANSWER = 3
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0.0, seed=0, ignore_eos=True)
 LENGTHS = (1, 2, 16, 37, 64, 129, 300, 1024)
 """Single tokens, and lengths that triton compiles apart, divisible by 16 or not, beside the sizes of tiles."""
+SCORED = replace(GREEDY, logprobs=0, prompt_logprobs=0)
+MOSTLY_WANTED = ([(100, GREEDY), (200, SCORED)], [(300, SCORED)])
+"""Long steps whose last layer is computed for all tokens, since many of them are wanted; of a few rows and of many."""
 TOGETHER = (2, 4, 8, 16, 32, 64)
 """Prompts that end in one step: its head has other kernels for as many rows, and no captured step runs them all."""
 WAYS = (
@@ -20,7 +23,7 @@ WAYS = (
     replace(GREEDY, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
     replace(GREEDY, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
     replace(GREEDY, logit_bias={0: 1.0}, min_tokens=1, ignore_eos=False),
-    replace(GREEDY, logprobs=0, prompt_logprobs=0),
+    SCORED,
     replace(GREEDY, logprobs=5, prompt_logprobs=5),
 )
 """Every way of sampling that has work of its own."""
@@ -61,6 +64,7 @@ def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1) -> list[Gro
         *([(5, way)] for way in WAYS),
         [(5 + index, way) for index, way in enumerate((GREEDY, *WAYS))],
         [(length, GREEDY) for length in (chunk + 21, 40, 3, 1)],
+        *MOSTLY_WANTED,
         *([full] if len(full) > 1 else []),
     ]
 

@@ -3,10 +3,13 @@
 import random
 
 import pytest
+from bladellm_kernels.linear_schedules import MAX_ROWS
+from bladellm_kernels.row_schedule import FEW_ROWS
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
-from bladellm_runtime.engine.warm_up import ANSWER, LENGTHS, thorough_groups, warm_up
+from bladellm_runtime.engine.inputs import are_few
+from bladellm_runtime.engine.warm_up import ANSWER, LENGTHS, MOSTLY_WANTED, thorough_groups, warm_up
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 
 
@@ -53,6 +56,15 @@ def test_lengths_are_of_every_kind():
     assert any(length % 16 == 0 for length in lengths)
     assert any(length > 64 and length % 16 for length in lengths)
     assert max(lengths) > chunk
+
+
+def test_long_steps_want_few_rows_and_many_of_all():
+    wanted = [sum(length if params.logprobs is not None else 1 for length, params in group) for group in MOSTLY_WANTED]
+    for rows, group in zip(wanted, MOSTLY_WANTED, strict=True):
+        tokens = sum(length for length, _ in group)
+        assert tokens > MAX_ROWS
+        assert not are_few(rows, tokens)
+    assert min(wanted) <= FEW_ROWS < max(wanted)
 
 
 @pytest.mark.parametrize(
