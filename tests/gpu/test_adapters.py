@@ -63,8 +63,9 @@ def test_scores_in_bf16_are_close_to_those_of_merged_weights(family, lora_dtype)
 
 @pytest.mark.parametrize("way", ["graphs", "eager"])
 def test_no_kernel_is_compiled_for_the_first_adapter(family, way):
+    before = len(KERNEL_COMPILES.late_names)  # of other tests in this process
     with LLM(str(DEMO), dtype="bfloat16", **OPTIONS, **WAYS[way]) as llm:
         prompts = [[random.randrange(3, 500) for _ in range(random.randint(1, 300))] for _ in range(60)]
         adapters = [random.randrange(-1, 4) for _ in prompts]
         llm.generate(prompts, GREEDY, lora=[family.folder(adapter) for adapter in adapters])
-        assert llm.stats().kernel_compiles_after_ready == 0, KERNEL_COMPILES.late_names
+        assert KERNEL_COMPILES.late_names[before:] == []
