@@ -12,6 +12,11 @@ from bladellm_runtime.scheduler.prepared import NO_ADAPTER
 from bladellm_runtime.scheduler.step_cost import StepLoad, chunk_pairs
 from bladellm_runtime.wire.messages import TokenLogprobs
 
+Ints = NDArray[np.int64]
+
+INVALID = -1
+"""In place of a token where logits were not finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
@@ -30,14 +35,19 @@ class SlotLoad:
     adapter: int = NO_ADAPTER
 
 
-@dataclass(slots=True)
+def _no_rows() -> Ints:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """One step over rows; row i is a slot and some consecutive query tokens of its sequence.
 
-    Row lists have equal length. Rows `[:num_decode]` have one query token, which the runner takes from the device
-    (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose tokens came with a
-    `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length after the step is
-    `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
+    Row arrays have equal length; what is given for them may be any sequence. Plans of the same decode rows share those
+    that do not change: they are not to be written to. Rows `[:num_decode]` have one query token, which the runner takes
+    from the device (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose
+    tokens came with a `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length
+    after the step is `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
 
     `memory` is carried out before the forward pass. `prefixes`: rows that may read what they share once; none with
     prefill chunks in the step. `constrained`: sampling rows, ascending, whose tokens a constraint restricts. A step
@@ -47,22 +57,39 @@ class StepPlan:
     step: int
     loads: list[SlotLoad] = field(default_factory=list)
     memory: MemoryPlan = field(default_factory=MemoryPlan)
-    slots: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    query_lens: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    slots: Ints = field(default_factory=_no_rows)
+    generations: Ints = field(default_factory=_no_rows)
+    starts: Ints = field(default_factory=_no_rows)
+    query_lens: Ints = field(default_factory=_no_rows)
+    samples: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     num_decode: int = 0
     prefixes: tuple[PrefixGroup, ...] = ()
     constrained: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = np.asarray(self.slots, dtype=np.int64)
+        self.generations = np.asarray(self.generations, dtype=np.int64)
+        self.starts = np.asarray(self.starts, dtype=np.int64)
+        self.query_lens = np.asarray(self.query_lens, dtype=np.int64)
+        self.samples = np.asarray(self.samples, dtype=np.bool_)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some rows are prefill chunks."""
+        return self.num_decode < len(self.query_lens)
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return int(self.query_lens.sum()) if self.has_prompts else self.num_decode
 
     @property
     def load(self) -> StepLoad:
         """What the time of the step depends on."""
         rows = self.num_decode
-        chunks = zip(self.starts[rows:], self.query_lens[rows:], strict=True)
-        pairs = sum(chunk_pairs(start, tokens) for start, tokens in chunks)
-        return StepLoad(rows, sum(self.starts[:rows]), sum(self.query_lens[rows:]), pairs)
+        starts, tokens = self.starts[rows:].tolist(), self.query_lens[rows:].tolist()
+        pairs = sum(map(chunk_pairs, starts, tokens))
+        return StepLoad(rows, int(self.starts[:rows].sum()), sum(tokens), pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +103,15 @@ class TokenMasks:
     masks: NDArray[np.int32]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepResult:
-    """What a step produced, one entry a row of its plan.
+    """What a step produced.
 
-    `tokens[i]` is the sampled token, `None` where the row did not sample, -1 where its logits were not finite.
-    `logprobs[i]` is set where the request asked for it; `prompt_logprobs[i]` has one entry for each query token
-    of a prefill chunk whose next token is in the prompt.
+    tokens: one a row of its plan: the sampled token, `INVALID` where its logits were not finite, undefined where the
+    row did not sample. logprobs: by row, of those whose requests asked for them. prompt_logprobs: by row, one entry for
+    each query token of a prefill chunk whose next token is in the prompt.
     """
 
-    tokens: list[int | None]
-    logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[list[TokenLogprobs] | None]
+    tokens: Ints
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

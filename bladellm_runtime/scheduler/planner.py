@@ -3,14 +3,17 @@
 from collections.abc import Iterable
 from itertools import chain
 
+import numpy as np
+
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
+from bladellm_runtime.scheduler.draft import Draft
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import has_room
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
 from bladellm_runtime.scheduler.roster import Roster
-from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.scheduler.sequence import Sequence, State
 
 
 class Planner:
@@ -32,32 +35,34 @@ class Planner:
         self._group = 0
         self.shared_reads = shared_reads
         """Says which decode rows read what they share once; None: each reads for itself."""
-        self._half_granule = roster.slots.granule_tokens // 2
         self._short_rows = 0
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
 
-    def fill(self, plan: StepPlan, now: float, group: int = 0) -> None:
-        """Add rows of a micro-batch to an empty plan; it stays empty when nothing of it can run now."""
+    def fill(self, step: int, now: float, group: int = 0) -> StepPlan | None:
+        """Plan a step of a micro-batch; None when nothing of it can run now."""
         self._group = group
-        budget = self.limits.max_batch_tokens - self._decoding()
-        self._add_decodes(plan)
+        budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
+        draft = self._begin(step)
         if self.bound is not None and budget > 0:
-            budget = self._bounded(self.bound, plan, budget)
-        budget = self._continue_prefills(plan, budget)
-        budget = self._admit(plan, budget, now)
-        if budget <= 0 and plan.slots:
-            self._admit_ahead(plan, now)
-        if self.shared_reads is not None and plan.num_decode == len(plan.slots):
+            budget = self._bounded(self.bound, draft, budget)
+        budget = self._continue_prefills(draft, budget)
+        budget = self._admit(draft, budget, now)
+        if not draft.num_decode and not draft.chunks:
+            return None
+        if budget <= 0:
+            self._admit_ahead(draft, now)
+        plan = draft.plan()
+        if self.shared_reads is not None and not draft.chunks:
             plan.prefixes = self.shared_reads.groups(plan.slots, group)
         if self._roster.constrained:
-            plan.constrained = [
-                row for row, samples in enumerate(plan.samples) if samples and self._restricts(plan, row)
-            ]
+            sampling = np.flatnonzero(plan.samples).tolist()
+            plan.constrained = [row for row in sampling if self._restricts(plan, row)]
+        return plan
 
     def _restricts(self, plan: StepPlan, row: int) -> bool:
         """Whether a constraint restricts the tokens of a row."""
-        seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+        seq = self._roster.slots.owner_of(plan, row)
         return seq is not None and seq.prepared.matcher is not None
 
     def _own(self, sequences: list[Sequence]) -> Iterable[Sequence]:
@@ -66,11 +71,6 @@ class Planner:
             return sequences
         group = self._group
         return (seq for seq in sequences if seq.group == group)
-
-    def _decoding(self) -> int:
-        """How many sequences of that micro-batch decode."""
-        decoding = self._roster.decoding
-        return len(decoding) if self._groups == 1 else sum(seq.group == self._group for seq in decoding)
 
     def _has_room(self) -> bool:
         """Whether the micro-batch that the step is for may get another sequence."""
@@ -88,8 +88,8 @@ class Planner:
             seq.group = self._group
         return seq
 
-    def _bounded(self, bound: StepBound, plan: StepPlan, limit: int) -> int:
-        """The budget for prompt tokens beside the plan's decode rows."""
+    def _bounded(self, bound: StepBound, draft: Draft, limit: int) -> int:
+        """The budget for prompt tokens beside the draft's decode rows."""
         line = chain(self._own(self._roster.prefilling), self._roster.waiting)
         first = next(line, None)
         if first is None:
@@ -101,33 +101,30 @@ class Planner:
             queued += stop - begin
             if queued > enough:
                 break
-        demand = PrefillDemand(plan.num_decode, sum(plan.starts), start, end - start, queued)
+        demand = PrefillDemand(draft.num_decode, int(draft.decode_starts.sum()), start, end - start, queued)
         return prefill_budget(bound, demand, limit)
 
-    def _add_decodes(self, plan: StepPlan) -> None:
-        step, slots, generations, starts = plan.step, plan.slots, plan.generations, plan.starts
-        half_granule = self._half_granule
-        last_rows: list[Sequence] = []
+    def _begin(self, step: int) -> Draft:
+        """A draft with a decode row of each sequence that has room for one."""
+        batch = self._roster.batches[self._group]
+        found: list[Sequence] = []
         self._short_rows = 0
-        # Growing may preempt, which shortens this list behind the current sequence, never before it.
-        for seq in self._own(self._roster.decoding):
-            start = seq.planned
-            if start >= seq.reserved and not self._grow(seq):
+        # Growing may preempt sequences behind the current one, never before it.
+        for seq in batch.due():
+            if seq.state is not State.DECODE:
                 continue
-            slots.append(seq.slot)
-            generations.append(seq.generation)
-            starts.append(start)
-            seq.planned = start = start + 1
-            seq.last_step = step
-            if seq.reserved - start == half_granule:
-                self._roster.slots.map_ahead(seq)
-            if start == seq.kv_end:
-                last_rows.append(seq)
-        plan.num_decode = len(slots)
-        plan.query_lens = [1] * len(slots)
-        plan.samples = [True] * len(slots)
-        for seq in last_rows:
-            self._roster.drain(seq)
+            planned = seq.planned + 1
+            if planned > seq.reserved and not self._grow(seq):
+                batch.leave_out(seq)
+                continue
+            found.append(seq)
+            if planned == batch.ahead_at(seq):
+                self._roster.slots.map_ahead(seq, planned)
+        draft = Draft(step, *batch.advance(step, found))
+        for seq in found:
+            if seq.planned == seq.kv_end:
+                self._roster.drain(seq)
+        return draft
 
     def _grow(self, seq: Sequence) -> bool:
         """Make room for a decode row's token, preempting newer sequences if need be.
@@ -143,57 +140,53 @@ class Planner:
             roster.preempt(victim)
         return True
 
-    def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
+    def _continue_prefills(self, draft: Draft, budget: int) -> int:
         for seq in list(self._own(self._roster.prefilling)):
             if budget == 0:
                 break
-            budget -= self._add_chunk(plan, seq, budget)
+            budget -= self._add_chunk(draft, seq, budget)
         return budget
 
-    def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
+    def _admit(self, draft: Draft, budget: int, now: float) -> int:
         while budget > 0 and self._roster.waiting:
             seq = self._let_in(now)
             if seq is None:
                 break
-            budget -= self._add_chunk(plan, seq, budget)
+            budget -= self._add_chunk(draft, seq, budget)
         return budget
 
-    def _admit_ahead(self, plan: StepPlan, now: float) -> None:
+    def _admit_ahead(self, draft: Draft, now: float) -> None:
         """Let the head of the queue in although this step is full, if all that were let in before have a part in it:
         its memory is mapped while the step runs, and the next one finds it there.
 
         Not with several micro-batches: those behind it in the queue would begin before its turn comes.
         """
         roster = self._roster
-        if self._groups > 1 or not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
+        if self._groups > 1 or not roster.waiting or any(seq.last_step < draft.step for seq in roster.prefilling):
             return
         seq = roster.admit(now, ahead=True)
         if seq is not None:
             # Moves of this plan may write to its memory, which must not go to others before they are done.
-            seq.last_step = plan.step
+            seq.last_step = draft.step
 
-    def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
+    def _add_chunk(self, draft: Draft, seq: Sequence, budget: int) -> int:
         """Add the next prefill chunk of a sequence; returns its tokens."""
         if not seq.loaded:
             # The tokens are copied: the sequence appends to its own list while this plan is in flight.
             known, adapter = seq.tokens.copy(), seq.prepared.adapter
             load = SlotLoad(seq.slot, seq.generation, known, seq.prompt_len, seq.params, seq.choice, adapter)
-            plan.loads.append(load)
+            draft.loads.append(load)
             seq.loaded = True
             if seq.cached < 0:
                 seq.cached = seq.planned
         tokens = policy.chunk_tokens(seq, budget, self.limits.prefill_chunk_tokens)
-        plan.slots.append(seq.slot)
-        plan.generations.append(seq.generation)
-        plan.starts.append(seq.planned)
-        plan.query_lens.append(tokens)
+        done = seq.planned + tokens == seq.prefill_end
+        draft.add_chunk(seq, tokens, done and seq.max_len > seq.prompt_len)
         seq.planned += tokens
-        seq.last_step = plan.step
+        seq.last_step = draft.step
         self._roster.slots.remember(seq)
-        done = seq.planned == seq.prefill_end
-        plan.samples.append(done and seq.max_len > seq.prompt_len)
         if done:
             self._roster.prefilled(seq)
             # Where the prompt ends in the second half of a granule, decode rows come too late to think ahead.
-            self._roster.slots.map_ahead(seq)
+            self._roster.slots.map_ahead(seq, seq.planned)
         return tokens

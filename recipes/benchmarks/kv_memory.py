@@ -25,7 +25,7 @@ from bladellm_runtime.engine.loop import POLL_SECONDS
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.operations import MemoryPlan, Rows
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 NOTICED_SECONDS = 1e-4
 """A wait shorter than that is none."""
@@ -90,7 +90,7 @@ def run(engine: Engine, args: argparse.Namespace) -> Trace:
             running, sent = running + 1, sent + 1
         while args.poll and core.spare_seconds() >= POLL_SECONDS:
             time.sleep(POLL_SECONDS)
-        running -= sum(delta.finish is not None for delta in core.step())
+        running -= sum(delta.finish is not None for delta in one_by_one(core.step()))
         stats = core.stats(time.monotonic())
         if stats.waiting <= args.streams // 16:
             if not trace.waits:

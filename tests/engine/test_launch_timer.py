@@ -18,7 +18,7 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, Shutdown
+from bladellm_runtime.wire.messages import AddRequest, Shutdown, one_by_one
 from tests.engine.test_measure_steps import COST, TimedRunner
 
 HOST_SECONDS = 0.0003
@@ -65,7 +65,7 @@ class Port:
         return []
 
     def send(self, output) -> None:
-        for delta in output.deltas:
+        for delta in one_by_one(output.deltas):
             self.tokens.setdefault(delta.request_id, []).extend(delta.tokens)
             self.first.setdefault(delta.request_id, self.runner.now)
 

@@ -108,7 +108,7 @@ def test_padding_of_captured_decode_steps_has_no_adapter(sequences):
         assert inputs.adapted
         batch = inputs.batch(8, last_token, adapted=True)
         assert batch.adapters.slots.tolist() == [*rows, *[-1] * 5]
-        assert batch.decode_slots.tolist()[:3] == plan.slots
+        assert batch.decode_slots.tolist()[:3] == plan.slots.tolist()
     inputs.send(plan, 8)
     assert not inputs.adapted
     assert inputs.batch(8, last_token).adapters is None

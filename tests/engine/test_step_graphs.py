@@ -16,7 +16,7 @@ from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import StepPlan
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
@@ -158,7 +158,7 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
         if rng.random() < 0.05:
             aborted.add(victim := rng.randrange(len(requests) - len(waiting) + 1))
             deltas += core.abort([victim])
-        for delta in deltas + core.step():
+        for delta in one_by_one(deltas + core.step()):
             tokens[delta.request_id] += delta.tokens
     core.check()
     return tokens, aborted

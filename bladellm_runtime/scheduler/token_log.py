@@ -1,0 +1,90 @@
+"""`TokenLog`: what decoding sequences got, kept in arrays for all of them until somebody asks for one's."""
+
+import numpy as np
+
+from bladellm_runtime.scheduler.plan import INVALID, Ints
+from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.wire.messages import TokenDeltas
+
+STEPS = 64
+"""Steps that the log has room for."""
+NOBODY = 0
+"""No generation of a slot."""
+
+
+class TokenLog:
+    """Takes tokens of sequences in DECODE that ask for nothing but tokens. They are not the last of their answers, as
+    more are to be planned. Not taken, but to be looked at row by row, are those that may be stop tokens."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._generations = np.full(num_slots, NOBODY, dtype=np.int64)
+        """Of the sequence in each slot whose tokens are taken."""
+        self._request_ids = np.zeros(num_slots, dtype=np.int64)
+        self._sequences: list[Sequence | None] = [None] * num_slots
+        self._stopped_by = np.zeros(vocab_size + 1, dtype=np.int32)
+        """How many of these sequences end with each token; the last place is that of `INVALID`, which ends all."""
+        self._stopped_by[INVALID] = 1
+        self._tokens = np.full((STEPS, num_slots), INVALID, dtype=np.int64)
+        """A ring; `INVALID` where a slot was not in the step, or its token was handed on."""
+        self._step = 0
+        self._share = -(-num_slots // STEPS)
+        """Slots emptied in a step."""
+
+    def enter(self, seq: Sequence) -> None:
+        """A sequence decodes from now on."""
+        if seq.params.logprobs is not None or seq.prepared.matcher is not None:
+            return
+        self._generations[seq.slot], self._request_ids[seq.slot] = seq.generation, seq.request_id
+        self._stopped_by[self._stops(seq)] += 1
+        self._sequences[seq.slot] = seq
+        seq.log = self
+
+    def leave(self, seq: Sequence) -> None:
+        """A sequence decodes no more."""
+        if seq.log is not None:
+            seq.known += self.drain(seq.slot)
+            self._generations[seq.slot] = NOBODY
+            self._stopped_by[self._stops(seq)] -= 1
+            self._sequences[seq.slot] = seq.log = None
+
+    def take(self, slots: Ints, generations: Ints, tokens: Ints) -> tuple[TokenDeltas | None, list[int]]:
+        """Take what one token each of these slots is. Returns the deltas of those that were taken, and which rows the
+        others are."""
+        taken = self._generations[slots] == generations
+        taken &= self._stopped_by[tokens] == 0
+        others: list[int] = []
+        if np.count_nonzero(taken) < len(slots):
+            others = np.flatnonzero(~taken).tolist()
+            slots, tokens = slots[taken], tokens[taken]
+        if not len(slots):
+            return None, others
+        self._make_room()
+        self._tokens[self._step % STEPS, slots] = tokens
+        return TokenDeltas(self._request_ids[slots].tobytes(), tokens.tobytes()), others
+
+    def drain(self, slot: int) -> list[int]:
+        """The tokens of the sequence in a slot since the last call."""
+        return self._drain(slot, slot + 1)[0]
+
+    def _make_room(self) -> None:
+        """Go on to the next place of the ring, which is empty then: all slots are emptied once in `STEPS` steps."""
+        first = (self._step + 1) % STEPS * self._share
+        sequences = self._sequences[first : first + self._share]
+        if any(sequences):
+            for seq, tokens in zip(sequences, self._drain(first, first + self._share), strict=True):
+                if seq is not None:
+                    seq.known += tokens
+        self._step += 1
+
+    def _drain(self, first: int, end: int) -> list[list[int]]:
+        """Take the tokens of each slot from `first` on out of the ring."""
+        ring, oldest = self._tokens[:, first:end], (self._step + 1) % STEPS
+        in_order = np.concatenate((ring[oldest:], ring[:oldest])).T
+        ring[:] = INVALID
+        found: list[list[int]] = in_order.tolist()
+        if in_order.min() == INVALID:
+            found = [[token for token in tokens if token != INVALID] for tokens in found]
+        return found
+
+    def _stops(self, seq: Sequence) -> list[int]:
+        return [token for token in seq.stops if token < len(self._stopped_by) - 1]
