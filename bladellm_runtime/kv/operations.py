@@ -64,8 +64,8 @@ class Rows(NamedTuple):
 
     def granules(self, granule_tokens: int) -> dict[int, int]:
         """How many of its first granules the step enters, for each slot."""
-        rows = zip(self.slots.tolist(), self.starts.tolist(), self.query_lens.tolist(), strict=True)
-        return {slot: -(-(start + tokens) // granule_tokens) for slot, start, tokens in rows}
+        ends = -(-(self.starts + self.query_lens) // granule_tokens)
+        return dict(zip(self.slots.tolist(), ends.tolist(), strict=True))
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class Trace:
 
     waits: list[Wait] = field(default_factory=list)
     waste: list[float] = field(default_factory=list)
-    _rows: Rows = field(default_factory=lambda: Rows((), (), ()))
+    _rows: Rows | None = None
     _views: int = 0
 
     def watch(self, arena: KvArena) -> None:
@@ -56,7 +56,7 @@ class Trace:
         submit, wait, stream = arena.submit, arena.wait, torch.cuda.current_stream(arena.device)
 
         def submitted(plan: MemoryPlan, rows: Rows | None = None) -> None:
-            self._rows, self._views = rows or Rows((), (), ()), len(plan.views)
+            self._rows, self._views = rows, len(plan.views)
             submit(plan, rows)
 
         def waited() -> None:
@@ -65,7 +65,7 @@ class Trace:
             wait()
             seconds = time.perf_counter() - start
             converted = arena.stats.splits + arena.stats.joins - converted
-            decode = all(tokens == 1 for tokens in self._rows.query_lens)
+            decode = self._rows is None or bool((self._rows.query_lens == 1).all())
             self.waits.append(Wait(seconds, decode, stream.query(), self._cause(seconds, dry, converted)))
 
         arena.submit, arena.wait = submitted, waited  # type: ignore[method-assign]

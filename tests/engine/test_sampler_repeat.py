@@ -54,7 +54,7 @@ def test_position_counts_not_how_a_prompt_was_cut_into_chunks():
         engine, request = Engine(1, VOCAB), Request(list(range(30)), params)
         engine.load(0, request)
         plan = engine.plan([(0, request)])
-        plan.starts, plan.query_lens, plan.num_decode = [start], [length], 0
+        plan.starts, plan.query_lens, plan.num_decode = np.array([start]), np.array([length]), 0
         engine.state.load(plan.loads[0])
         tokens.append(engine.sampler.sample(logits.clone(), engine.sampler.prepare(plan)).tokens.item())
     assert len(set(tokens)) == 1

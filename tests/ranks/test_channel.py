@@ -81,6 +81,12 @@ def send_often(sender: PlanSender, plan: StepPlan, pause: float) -> None:
         time.sleep(pause)
 
 
+def assert_same(found: StepPlan, plan: StepPlan) -> None:
+    for field in dataclasses.fields(StepPlan):
+        mine, own = getattr(found, field.name), getattr(plan, field.name)
+        assert np.array_equal(mine, own) if isinstance(own, np.ndarray) else mine == own
+
+
 def test_a_plan_arrives_as_it_was():
     for step in range(ROUNDS):
         plan = some_plan(step)
@@ -88,9 +94,7 @@ def test_a_plan_arrives_as_it_was():
         assert message.number == step
         assert isinstance(message.order, RunStep)
         found = read_step(message.order)
-        for field in dataclasses.fields(StepPlan):
-            mine, own = getattr(found, field.name), getattr(plan, field.name)
-            assert np.array_equal(mine, own) if isinstance(own, np.ndarray) else mine == own
+        assert_same(found, plan)
         for mine, own in zip(
             found.memory.views + found.memory.moves, plan.memory.views + plan.memory.moves, strict=True
         ):
@@ -133,7 +137,9 @@ def test_orders_reach_every_rank_in_order_and_reports_come_back(secret):
         sender.send(step_message(plan))
     for port in ports:
         orders = [port.receive(5.0) for _ in plans]
-        assert [read_step(order) for order in orders if isinstance(order, RunStep)] == plans
+        for order, plan in zip(orders, plans, strict=True):
+            assert isinstance(order, RunStep)
+            assert_same(read_step(order), plan)
         assert port.receive(0.0) is None
         port.close()
     sender.close()
