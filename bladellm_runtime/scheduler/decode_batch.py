@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bladellm_runtime.scheduler.plan import Ints
+from bladellm_runtime.scheduler.plan import Ints, StepPlan
 from bladellm_runtime.scheduler.sequence import Pace, Sequence, by_arrival
 
 
@@ -82,9 +82,8 @@ class DecodeBatch:
             self._part(seq)
             self._apart[seq.order] = seq
 
-    def advance(self, step: int, due: list[Sequence]) -> tuple[DecodeRows, Ints]:
-        """Plan a step: one token of each member, and of each of `due`, which are members from now on. Returns the rows
-        and the positions of their tokens."""
+    def advance(self, step: int, due: list[Sequence]) -> StepPlan:
+        """Plan a step: one token of each member, and of each of `due`, which are members from now on."""
         for seq in due:
             if seq.pace is None:
                 self._join(seq)
@@ -97,7 +96,10 @@ class DecodeBatch:
             self._pace.step = step
         for seq in due:
             self._remind(seq)
-        return rows, starts
+        return StepPlan(
+            step, slots=rows.slots, generations=rows.generations, starts=starts, query_lens=rows.ones,
+            samples=rows.samples, num_decode=self._count,
+        )  # fmt: skip
 
     def _join(self, seq: Sequence) -> None:
         """Have one that is apart keep the pace."""

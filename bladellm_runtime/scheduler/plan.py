@@ -1,6 +1,7 @@
 """The step plan: all a runner needs to know about one step, as flat lists, and what comes back from it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,16 @@ class SlotLoad:
     adapter: int = NO_ADAPTER
 
 
+class Chunk(NamedTuple):
+    """A row of a step: the next tokens of a prompt."""
+
+    slot: int
+    generation: int
+    start: int
+    query_len: int
+    samples: bool
+
+
 def _no_rows() -> Ints:
     return np.empty(0, dtype=np.int64)
 
@@ -43,8 +54,8 @@ def _no_rows() -> Ints:
 class StepPlan:
     """One step over rows; row i is a slot and some consecutive query tokens of its sequence.
 
-    Row arrays have equal length; what is given for them may be any sequence. Plans of the same decode rows share those
-    that do not change: they are not to be written to. Rows `[:num_decode]` have one query token, which the runner takes
+    Row arrays have equal length. Plans of the same decode rows share those that do not change: they are not to be
+    written to. Rows `[:num_decode]` have one query token, which the runner takes
     from the device (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose
     tokens came with a `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length
     after the step is `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
@@ -66,12 +77,14 @@ class StepPlan:
     prefixes: tuple[PrefixGroup, ...] = ()
     constrained: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.slots = np.asarray(self.slots, dtype=np.int64)
-        self.generations = np.asarray(self.generations, dtype=np.int64)
-        self.starts = np.asarray(self.starts, dtype=np.int64)
-        self.query_lens = np.asarray(self.query_lens, dtype=np.int64)
-        self.samples = np.asarray(self.samples, dtype=np.bool_)
+    def append(self, chunks: list[Chunk]) -> None:
+        """Add rows; some."""
+        slots, generations, starts, query_lens, samples = np.array(chunks, dtype=np.int64).T
+        self.slots = np.concatenate((self.slots, slots))
+        self.generations = np.concatenate((self.generations, generations))
+        self.starts = np.concatenate((self.starts, starts))
+        self.query_lens = np.concatenate((self.query_lens, query_lens))
+        self.samples = np.concatenate((self.samples, samples.astype(np.bool_)))
 
     @property
     def has_prompts(self) -> bool:

@@ -7,10 +7,9 @@ import numpy as np
 
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
-from bladellm_runtime.scheduler.draft import Draft
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import has_room
-from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.plan import Chunk, SlotLoad, StepPlan
 from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence, State
@@ -36,6 +35,8 @@ class Planner:
         self.shared_reads = shared_reads
         """Says which decode rows read what they share once; None: each reads for itself."""
         self._short_rows = 0
+        self._chunks: list[Chunk] = []
+        """Of the step that is being planned."""
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
 
@@ -43,17 +44,19 @@ class Planner:
         """Plan a step of a micro-batch; None when nothing of it can run now."""
         self._group = group
         budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
-        draft = self._begin(step)
+        plan = self._begin(step)
         if self.bound is not None and budget > 0:
-            budget = self._bounded(self.bound, draft, budget)
-        budget = self._continue_prefills(draft, budget)
-        budget = self._admit(draft, budget, now)
-        if not draft.num_decode and not draft.chunks:
+            budget = self._bounded(self.bound, plan, budget)
+        self._chunks = []
+        budget = self._continue_prefills(plan, budget)
+        budget = self._admit(plan, budget, now)
+        if not plan.num_decode and not self._chunks:
             return None
         if budget <= 0:
-            self._admit_ahead(draft, now)
-        plan = draft.plan()
-        if self.shared_reads is not None and not draft.chunks:
+            self._admit_ahead(plan, now)
+        if self._chunks:
+            plan.append(self._chunks)
+        elif self.shared_reads is not None:
             plan.prefixes = self.shared_reads.groups(plan.slots, group)
         if self._roster.constrained:
             sampling = np.flatnonzero(plan.samples).tolist()
@@ -88,8 +91,8 @@ class Planner:
             seq.group = self._group
         return seq
 
-    def _bounded(self, bound: StepBound, draft: Draft, limit: int) -> int:
-        """The budget for prompt tokens beside the draft's decode rows."""
+    def _bounded(self, bound: StepBound, plan: StepPlan, limit: int) -> int:
+        """The budget for prompt tokens beside the plan's decode rows."""
         line = chain(self._own(self._roster.prefilling), self._roster.waiting)
         first = next(line, None)
         if first is None:
@@ -101,11 +104,11 @@ class Planner:
             queued += stop - begin
             if queued > enough:
                 break
-        demand = PrefillDemand(draft.num_decode, int(draft.decode_starts.sum()), start, end - start, queued)
+        demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued)
         return prefill_budget(bound, demand, limit)
 
-    def _begin(self, step: int) -> Draft:
-        """A draft with a decode row of each sequence that has room for one."""
+    def _begin(self, step: int) -> StepPlan:
+        """A plan with a decode row of each sequence that has room for one."""
         batch = self._roster.batches[self._group]
         found: list[Sequence] = []
         self._short_rows = 0
@@ -120,11 +123,11 @@ class Planner:
             found.append(seq)
             if planned == batch.ahead_at(seq):
                 self._roster.slots.map_ahead(seq, planned)
-        draft = Draft(step, *batch.advance(step, found))
+        plan = batch.advance(step, found)
         for seq in found:
             if seq.planned == seq.kv_end:
                 self._roster.drain(seq)
-        return draft
+        return plan
 
     def _grow(self, seq: Sequence) -> bool:
         """Make room for a decode row's token, preempting newer sequences if need be.
@@ -140,50 +143,51 @@ class Planner:
             roster.preempt(victim)
         return True
 
-    def _continue_prefills(self, draft: Draft, budget: int) -> int:
+    def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
         for seq in list(self._own(self._roster.prefilling)):
             if budget == 0:
                 break
-            budget -= self._add_chunk(draft, seq, budget)
+            budget -= self._add_chunk(plan, seq, budget)
         return budget
 
-    def _admit(self, draft: Draft, budget: int, now: float) -> int:
+    def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
         while budget > 0 and self._roster.waiting:
             seq = self._let_in(now)
             if seq is None:
                 break
-            budget -= self._add_chunk(draft, seq, budget)
+            budget -= self._add_chunk(plan, seq, budget)
         return budget
 
-    def _admit_ahead(self, draft: Draft, now: float) -> None:
+    def _admit_ahead(self, plan: StepPlan, now: float) -> None:
         """Let the head of the queue in although this step is full, if all that were let in before have a part in it:
         its memory is mapped while the step runs, and the next one finds it there.
 
         Not with several micro-batches: those behind it in the queue would begin before its turn comes.
         """
         roster = self._roster
-        if self._groups > 1 or not roster.waiting or any(seq.last_step < draft.step for seq in roster.prefilling):
+        if self._groups > 1 or not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
             return
         seq = roster.admit(now, ahead=True)
         if seq is not None:
             # Moves of this plan may write to its memory, which must not go to others before they are done.
-            seq.last_step = draft.step
+            seq.last_step = plan.step
 
-    def _add_chunk(self, draft: Draft, seq: Sequence, budget: int) -> int:
+    def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         """Add the next prefill chunk of a sequence; returns its tokens."""
         if not seq.loaded:
             # The tokens are copied: the sequence appends to its own list while this plan is in flight.
             known, adapter = seq.tokens.copy(), seq.prepared.adapter
             load = SlotLoad(seq.slot, seq.generation, known, seq.prompt_len, seq.params, seq.choice, adapter)
-            draft.loads.append(load)
+            plan.loads.append(load)
             seq.loaded = True
             if seq.cached < 0:
                 seq.cached = seq.planned
         tokens = policy.chunk_tokens(seq, budget, self.limits.prefill_chunk_tokens)
         done = seq.planned + tokens == seq.prefill_end
-        draft.add_chunk(seq, tokens, done and seq.max_len > seq.prompt_len)
+        samples = done and seq.max_len > seq.prompt_len
+        self._chunks.append(Chunk(seq.slot, seq.generation, seq.planned, tokens, samples))
         seq.planned += tokens
-        seq.last_step = draft.step
+        seq.last_step = plan.step
         self._roster.slots.remember(seq)
         if done:
             self._roster.prefilled(seq)

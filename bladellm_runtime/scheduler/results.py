@@ -38,8 +38,10 @@ class ResultReader:
         return deltas
 
     def _read_decodes(self, plan: StepPlan, result: StepResult) -> list[Delta]:
-        count = plan.num_decode
-        taken, others = self._roster.log.take(plan.slots[:count], plan.generations[:count], result.tokens[:count])
+        count, rows = plan.num_decode, (plan.slots, plan.generations, result.tokens)
+        if plan.has_prompts:
+            rows = (plan.slots[:count], plan.generations[:count], result.tokens[:count])
+        taken, others = self._roster.log.take(*rows)
         deltas: list[Delta] = []
         if taken is not None:
             deltas.append(taken)

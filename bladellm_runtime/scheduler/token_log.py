@@ -26,6 +26,10 @@ class TokenLog:
         self._stopped_by[INVALID] = 1
         self._tokens = np.full((STEPS, num_slots), INVALID, dtype=np.int64)
         """A ring; `INVALID` where a slot was not in the step, or its token was handed on."""
+        self._places = list(self._tokens)
+        self._rows: tuple[Ints, bytes] | None = None
+        """The generations of the last step's rows, if all of these are taken as long as no sequence enters or leaves,
+        and the ids of their requests."""
         self._step = 0
         self._share = -(-num_slots // STEPS)
         """Slots emptied in a step."""
@@ -37,7 +41,7 @@ class TokenLog:
         self._generations[seq.slot], self._request_ids[seq.slot] = seq.generation, seq.request_id
         self._stopped_by[self._stops(seq)] += 1
         self._sequences[seq.slot] = seq
-        seq.log = self
+        seq.log, self._rows = self, None
 
     def leave(self, seq: Sequence) -> None:
         """A sequence decodes no more."""
@@ -45,22 +49,30 @@ class TokenLog:
             seq.known += self.drain(seq.slot)
             self._generations[seq.slot] = NOBODY
             self._stopped_by[self._stops(seq)] -= 1
-            self._sequences[seq.slot] = seq.log = None
+            self._sequences[seq.slot] = seq.log = self._rows = None
 
     def take(self, slots: Ints, generations: Ints, tokens: Ints) -> tuple[TokenDeltas | None, list[int]]:
         """Take what one token each of these slots is. Returns the deltas of those that were taken, and which rows the
         others are."""
+        if self._rows is None or self._rows[0] is not generations or np.count_nonzero(self._stopped_by[tokens]):
+            slots, tokens, others = self._pick(slots, generations, tokens)
+            if not len(slots):
+                return None, others
+            request_ids = self._request_ids[slots].tobytes()
+            self._rows = None if others else (generations, request_ids)
+        else:
+            (_, request_ids), others = self._rows, []
+        self._make_room()
+        self._places[self._step % STEPS][slots] = tokens
+        return TokenDeltas(request_ids, tokens.tobytes()), others
+
+    def _pick(self, slots: Ints, generations: Ints, tokens: Ints) -> tuple[Ints, Ints, list[int]]:
+        """Slots and tokens of the rows that are taken, and the other rows."""
         taken = self._generations[slots] == generations
         taken &= self._stopped_by[tokens] == 0
-        others: list[int] = []
-        if np.count_nonzero(taken) < len(slots):
-            others = np.flatnonzero(~taken).tolist()
-            slots, tokens = slots[taken], tokens[taken]
-        if not len(slots):
-            return None, others
-        self._make_room()
-        self._tokens[self._step % STEPS, slots] = tokens
-        return TokenDeltas(self._request_ids[slots].tobytes(), tokens.tobytes()), others
+        if taken.all():
+            return slots, tokens, []
+        return slots[taken], tokens[taken], np.flatnonzero(~taken).tolist()
 
     def drain(self, slot: int) -> list[int]:
         """The tokens of the sequence in a slot since the last call."""

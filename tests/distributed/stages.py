@@ -16,6 +16,7 @@ from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.ranked_runner import choose_seeds
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.plan import INVALID
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.distributed.threads import run_ranks
 
@@ -60,7 +61,7 @@ class AllStages:
 
     def collect(self, launched):
         results = [runner.collect(step) for runner, step in zip(self._runners, launched, strict=True)]
-        assert all(set(result.tokens) == {None} for result in results[:-1])
+        assert all(set(result.tokens.tolist()) == {INVALID} for result in results[:-1])
         self._in_flight -= 1
         return results[-1]
 

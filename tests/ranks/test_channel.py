@@ -36,6 +36,7 @@ from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, TokenMasks
 from tests.support.live import until
+from tests.support.step_plans import step_plan
 
 ROUNDS = 200
 
@@ -56,11 +57,11 @@ def some_plan(step: int) -> StepPlan:
     rows = random.randrange(1, 257)
     params = SamplingParams(temperature=0.7, seed=-5, stop=("a",), logit_bias={3: 0.5}, logprobs=2, stop_token_ids=(1,))
     load = SlotLoad(2, 1, some_numbers(random.randrange(1, 50)), 1, params, 3)
-    lists = [some_numbers(rows) for _ in range(4)]
-    samples = [random.random() < 0.5 for _ in range(rows)]
+    arrays = [np.array(some_numbers(rows)) for _ in range(4)]
+    samples = np.array([random.random() < 0.5 for _ in range(rows)])
     prefixes = (PrefixGroup((0, 1, 5), 8), PrefixGroup((2, 3), 40))
     decodes, constrained = random.randrange(rows + 1), sorted(random.sample(range(rows), rows // 2))
-    return StepPlan(step, [load], some_operations(), *lists, samples, decodes, prefixes, constrained)
+    return StepPlan(step, [load], some_operations(), *arrays, samples, decodes, prefixes, constrained)
 
 
 def a_place() -> str:
@@ -166,7 +167,7 @@ def test_a_rank_that_takes_nothing_breaks_the_channel_and_not_the_memory(monkeyp
     address = a_place()
     sender, port = PlanSender(address, (1,)), PlanReceiver(address, 1)
     with pytest.raises(ChannelBroken, match="rank 1 takes no orders"):
-        send_often(sender, StepPlan(0, slots=[0] * 2000), 0.0)
+        send_often(sender, step_plan(0, slots=[0] * 2000), 0.0)
     assert sender.sent < 5000
     sender.end()
     port.close()
@@ -182,7 +183,7 @@ def test_a_rank_that_is_gone_breaks_the_channel_at_once_when_the_group_has_ended
     sender.end()
     started = time.monotonic()
     with pytest.raises(ChannelBroken):
-        send_often(sender, StepPlan(0), 0.001)
+        send_often(sender, step_plan(0), 0.001)
     assert time.monotonic() - started < 3.0
     sender.close()
 

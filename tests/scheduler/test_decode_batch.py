@@ -39,11 +39,11 @@ def test_rows_are_those_of_sequences_that_are_looked_at_one_by_one():
                 batch.leave_out(seq)
             elif seq.planned == seq.reserved:
                 seq.reserved += GRANULE
-        rows, starts = batch.advance(step, [seq for seq in due if seq not in left_out])
+        plan = batch.advance(step, [seq for seq in due if seq not in left_out])
         mine = [seq for order, seq in sorted(live.items()) if seq not in left_out]
-        assert rows.slots.tolist() == [seq.slot for seq in mine]
-        assert rows.generations.tolist() == [seq.generation for seq in mine]
-        assert starts.tolist() == [planned[seq.order] for seq in mine]
+        assert plan.slots.tolist() == [seq.slot for seq in mine]
+        assert plan.generations.tolist() == [seq.generation for seq in mine]
+        assert plan.starts.tolist() == [planned[seq.order] for seq in mine]
         for seq in mine:
             planned[seq.order] += 1
             assert seq.last_step == step
@@ -63,10 +63,10 @@ def test_steps_of_the_same_rows_share_arrays_that_cannot_be_written_to():
     for seq in seqs:
         seq.reserved = seq.kv_end = 1000
         batch.enter(seq)
-    first, _ = batch.advance(1, batch.due())
-    second, _ = batch.advance(2, batch.due())
-    assert second is first
-    assert not any(array.flags.writeable for array in first)
+    first, second = (batch.advance(step, batch.due()) for step in (1, 2))
+    for name in ("slots", "generations", "query_lens", "samples"):
+        assert getattr(second, name) is getattr(first, name)
+        assert not getattr(first, name).flags.writeable
     batch.leave(seqs[1])
-    third, _ = batch.advance(3, [])
+    third = batch.advance(3, [])
     assert third.slots.tolist() == [0, 2]
