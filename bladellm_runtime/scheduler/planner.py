@@ -48,8 +48,10 @@ class Planner:
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget)
         self._chunks = []
-        budget = self._continue_prefills(plan, budget)
-        budget = self._admit(plan, budget, now)
+        if self._roster.prefilling:
+            budget = self._continue_prefills(plan, budget)
+        if self._roster.waiting:
+            budget = self._admit(plan, budget, now)
         if not plan.num_decode and not self._chunks:
             return None
         if budget <= 0:

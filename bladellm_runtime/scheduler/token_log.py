@@ -27,6 +27,8 @@ class TokenLog:
         self._tokens = np.full((STEPS, num_slots), INVALID, dtype=np.int64)
         """A ring; `INVALID` where a slot was not in the step, or its token was handed on."""
         self._places = list(self._tokens)
+        self._emptied: list[list[Ints]] = [[] for _ in range(num_slots)]
+        """What each slot had in the ring before, `INVALID` still in it."""
         self._rows: tuple[Ints, bytes] | None = None
         """The generations of the last step's rows, if all of these are taken as long as no sequence enters or leaves,
         and the ids of their requests."""
@@ -76,27 +78,27 @@ class TokenLog:
 
     def drain(self, slot: int) -> list[int]:
         """The tokens of the sequence in a slot since the last call."""
-        return self._drain(slot, slot + 1)[0]
+        tokens = np.concatenate([*self._emptied[slot], *self._empty(slot, slot + 1)])
+        self._emptied[slot].clear()
+        found: list[int] = tokens[tokens != INVALID].tolist()
+        return found
 
     def _make_room(self) -> None:
         """Go on to the next place of the ring, which is empty then: all slots are emptied once in `STEPS` steps."""
         first = (self._step + 1) % STEPS * self._share
         sequences = self._sequences[first : first + self._share]
         if any(sequences):
-            for seq, tokens in zip(sequences, self._drain(first, first + self._share), strict=True):
-                if seq is not None:
-                    seq.known += tokens
+            for slot, tokens in enumerate(self._empty(first, first + len(sequences)), first):
+                if sequences[slot - first] is not None:
+                    self._emptied[slot].append(tokens)
         self._step += 1
 
-    def _drain(self, first: int, end: int) -> list[list[int]]:
-        """Take the tokens of each slot from `first` on out of the ring."""
+    def _empty(self, first: int, end: int) -> Ints:
+        """Take what slots have out of the ring: [slots, `STEPS`], the oldest first."""
         ring, oldest = self._tokens[:, first:end], (self._step + 1) % STEPS
-        in_order = np.concatenate((ring[oldest:], ring[:oldest])).T
+        tokens = np.concatenate((ring[oldest:], ring[:oldest]))
         ring[:] = INVALID
-        found: list[list[int]] = in_order.tolist()
-        if in_order.min() == INVALID:
-            found = [[token for token in tokens if token != INVALID] for tokens in found]
-        return found
+        return tokens.T
 
     def _stops(self, seq: Sequence) -> list[int]:
         return [token for token in seq.stops if token < len(self._stopped_by) - 1]
