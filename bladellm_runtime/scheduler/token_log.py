@@ -6,7 +6,7 @@ from bladellm_runtime.scheduler.plan import INVALID, Ints
 from bladellm_runtime.scheduler.sequence import Sequence
 from bladellm_runtime.wire.messages import TokenDeltas
 
-STEPS = 64
+STEPS = 32
 """Steps that the log has room for."""
 NOBODY = 0
 """No generation of a slot."""
@@ -21,8 +21,9 @@ class TokenLog:
         """Of the sequence in each slot whose tokens are taken."""
         self._request_ids = np.zeros(num_slots, dtype=np.int64)
         self._sequences: list[Sequence | None] = [None] * num_slots
-        self._stopped_by = np.zeros(vocab_size + 1, dtype=np.int32)
-        """How many of these sequences end with each token; the last place is that of `INVALID`, which ends all."""
+        self._stopped_by = np.zeros(vocab_size + 1, dtype=np.uint16)
+        """How many of these sequences end with each token; the last place is that of `INVALID`, which ends all. However
+        many tokens that are, looking a step's up takes as long."""
         self._stopped_by[INVALID] = 1
         self._tokens = np.full((STEPS, num_slots), INVALID, dtype=np.int64)
         """A ring; `INVALID` where a slot was not in the step, or its token was handed on."""
@@ -70,8 +71,7 @@ class TokenLog:
 
     def _pick(self, slots: Ints, generations: Ints, tokens: Ints) -> tuple[Ints, Ints, list[int]]:
         """Slots and tokens of the rows that are taken, and the other rows."""
-        taken = self._generations[slots] == generations
-        taken &= self._stopped_by[tokens] == 0
+        taken = (self._stopped_by[tokens] == 0) & (self._generations[slots] == generations)
         if taken.all():
             return slots, tokens, []
         return slots[taken], tokens[taken], np.flatnonzero(~taken).tolist()
