@@ -15,7 +15,8 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 endif
 
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+# The tests start some hundred processes: all but the first find the modules compiled.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest
 SPREAD := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES := bladellm_tools bladellm_runtime kernels recipes tests
 

@@ -28,10 +28,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """What collecting tests makes stays: collections of garbage would go through it again and again, for seconds."""
+    if not session.config.pluginmanager.hasplugin("dsession"):  # that only hands out what its workers collect
+        gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Collections of garbage need not walk the tests and modules, which stay: it would take each of them 0.4 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

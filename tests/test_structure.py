@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -67,9 +67,46 @@ def sources(*packages: str) -> list[Path]:
     return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
+@dataclass
+class Contents:
+    """What the rules look at in a file; its syntax tree, many times as large, is not kept."""
+
+    docstring: str | None
+    imports: list[tuple[int, str]] = field(default_factory=list)
+    """(line, module) of every import, those inside functions too."""
+    calls: list[tuple[int, str, list[str | None]]] = field(default_factory=list)
+    """(line, dotted name, keywords that are not a plain False)."""
+    functions: list[tuple[str, int]] = field(default_factory=list)
+    """(name, lines)."""
+
+
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(path: Path) -> Contents:
+    tree = ast.parse(path.read_text())
+    found = Contents(ast.get_docstring(tree))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                found.imports += [(node.lineno, alias.name) for alias in node.names]
+            case ast.ImportFrom():
+                assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the direction"
+                found.imports.append((node.lineno, node.module or ""))
+            case ast.Call():
+                found.calls.append((node.lineno, dotted(node.func), [each.arg for each in node.keywords if on(each)]))
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                found.functions.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
+    return found
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c`; of what is called otherwise, its last names behind a dot."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def on(keyword: ast.keyword) -> bool:
+    return not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
 
 
 def room_of(module: str) -> str | None:
@@ -86,21 +123,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, those inside functions too."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the direction"
-            yield node.lineno, node.module or ""
-
-
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_name)
 def test_imports_go_one_way(path: Path) -> None:
     own = room_of(module_name(path))
     assert own in MAY_IMPORT, f"{own} is a new room: say in MAY_IMPORT what it may import"
-    for line, module in imports(path):
+    for line, module in parsed(path).imports:
         room = room_of(module)
         assert room in (None, own) or room in MAY_IMPORT[own], f"{path}:{line}: {own} must not import {room}"
 
@@ -116,38 +143,30 @@ def test_the_front_end_and_the_scheduler_import_no_torch(room: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
     for path in paths:
-        assert all(module.split(".")[0] not in ("torch", "triton") for _, module in imports(path)), path
+        assert all(module.split(".")[0] not in ("torch", "triton") for _, module in parsed(path).imports), path
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_name)
 def test_nothing_unsafe(path: Path) -> None:
     """No pickle in any dress, no evaluated text, no remote code, no shell."""
-    for line, module in imports(path):
+    for line, module in parsed(path).imports:
         assert module.split(".")[0] not in UNSAFE_MODULES, f"{path}:{line}"
-    for node in ast.walk(parsed(path)):
-        if not isinstance(node, ast.Call):
-            continue
-        assert ast.unparse(node.func) not in UNSAFE_CALLS, f"{path}:{node.lineno}"
-        for keyword in node.keywords:
-            is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-            assert is_false or keyword.arg not in ("trust_remote_code", "shell", "allow_pickle"), (
-                f"{path}:{node.lineno}"
-            )
+    for line, name, keywords in parsed(path).calls:
+        assert name not in UNSAFE_CALLS, f"{path}:{line}"
+        assert not {"trust_remote_code", "shell", "allow_pickle"} & set(keywords), f"{path}:{line}"
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES, "recipes", "kernels/benchmarks"), ids=str)
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+    for name, length in parsed(path).functions:
+        assert length <= MAX_FUNCTION_LINES, f"{name} has {length} lines"
 
 
 def test_every_package_folder_says_what_it_is_for() -> None:
     for path in sources(*PACKAGES):
-        assert ast.get_docstring(parsed(path)), f"{path} has no docstring"
+        assert parsed(path).docstring, f"{path} has no docstring"
 
 
 def blocks(document: str) -> list[str]:

@@ -1,10 +1,12 @@
 """Preparers of LoRA adapters: bring them to slots for the requests that name them, first come, first served."""
 
 from collections import OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from bladellm_runtime.engine.preparation import Preparer, RefusedError
+from bladellm_runtime.lora.broken_folders import BrokenFolders, FolderState
 from bladellm_runtime.lora.store import AdapterStore
 from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.wire.messages import AddRequest, EngineStats
@@ -60,6 +62,9 @@ class AdapterPreparer:
     A slot may go to another adapter as soon as no live request uses it, although steps in flight may have rows of
     requests that ended. What these rows sample is dropped, but the KV that they write may be remembered: the loader
     lets such steps end before it writes to the slot.
+
+    A folder that is no adapter refuses its requests without being read, or another adapter's losing its slot to it,
+    until its files change.
     """
 
     def __init__(self, store: AdapterStore, slots: int) -> None:
@@ -70,6 +75,8 @@ class AdapterPreparer:
         self._uses: dict[int, str] = {}
         self._loading: set[int] = set()
         self._refused: dict[int, str] = {}
+        self._broken = BrokenFolders()
+        self._looks: dict[int, Future[FolderState]] = {}
         self._freed = self._news = False
 
     def is_needed(self, request: AddRequest) -> bool:
@@ -80,6 +87,8 @@ class AdapterPreparer:
         if request_id in self._refused:
             raise RefusedError(ADAPTER_REFUSED, self._refused[request_id])
         if request_id in self._line:
+            return False
+        if request_id not in self._uses and self._looks_for_change(request_id, adapter):
             return False
         if request_id not in self._uses and (self._line or not self._use(request_id, adapter)):
             self._line[request_id] = adapter
@@ -97,10 +106,11 @@ class AdapterPreparer:
         if self._freed or self._news:
             self._serve_line()
         changed, self._freed, self._news = self._news, False, False
-        return changed
+        return changed or any(look.done() for look in self._looks.values())
 
     def release(self, request_id: int) -> None:
         self._refused.pop(request_id, None)
+        self._looks.pop(request_id, None)
         self._loading.discard(request_id)
         self._freed |= self._line.pop(request_id, None) is not None
         adapter = self._uses.pop(request_id, None)
@@ -114,17 +124,35 @@ class AdapterPreparer:
         if not self._store.unload(adapter):
             name = Path(adapter).name
             raise RefusedError(ADAPTER_IN_USE, f"adapter {name!r} is in use; unload it when its requests have ended")
+        self._broken.forget(adapter)
 
     def add_stats(self, stats: EngineStats) -> None:
         stats.lora_slots = self._slots
         stats.lora_used = len(self._store.policy.in_use)
-        stats.lora_waiting = len(self._line) + len(self._loading)
+        stats.lora_waiting = len(self._line) + len(self._loading) + len(self._looks)
         stats.lora_loads = self._store.loads
         stats.lora_evictions = self._store.evictions
         stats.lora_load_seconds = self._store.load_seconds
 
     def close(self) -> None:
+        self._broken.close()
         self._store.close()
+
+    def _looks_for_change(self, request_id: int, adapter: str) -> bool:
+        """Whether the files of an adapter that was broken are still being looked at. Raises `RefusedError` where they
+        are the same."""
+        if adapter in self._broken and request_id not in self._looks:
+            self._looks[request_id] = self._broken.look(adapter)
+        look = self._looks.get(request_id)
+        if look is None:
+            return False
+        if not look.done():
+            return True
+        del self._looks[request_id]
+        reason = self._broken.reason(adapter, look.result())
+        if reason is not None:
+            raise RefusedError(ADAPTER_REFUSED, reason)
+        return False
 
     def _serve_line(self) -> None:
         while self._line:
@@ -145,10 +173,20 @@ class AdapterPreparer:
     def _take_outcomes(self) -> None:
         """Hear what the store has done; refuses the requests whose adapter could not be loaded."""
         outcomes = self._store.poll()
-        failed = {each.adapter: _for_clients(str(each.error), each.adapter) for each in outcomes if each.error}
-        if failed:
-            self._refused |= {user: failed[adapter] for user, adapter in self._uses.items() if adapter in failed}
+        for outcome in outcomes:
+            if outcome.error is not None:
+                self._give_up(outcome.adapter, _for_clients(str(outcome.error), outcome.adapter), outcome.broken)
         self._news |= bool(outcomes)
+
+    def _give_up(self, adapter: str, reason: str, broken: FolderState | None) -> None:
+        users = [user for user, used in self._uses.items() if used == adapter]
+        if broken is not None:
+            self._broken.add(adapter, broken, reason)
+            waiting = [user for user, wanted in self._line.items() if wanted == adapter]
+            for user in waiting:
+                del self._line[user]
+            users += waiting
+        self._refused |= dict.fromkeys(users, reason)
 
 
 def _for_clients(sentence: str, adapter: str) -> str:

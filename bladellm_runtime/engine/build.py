@@ -187,7 +187,7 @@ def pace_steps(
     ascending, that steps with prompts are padded to."""
     cost: StepCost | None = None
     if target := target_tbt(args, device):
-        cost = measure_step_cost(core, limits, kv_spec, sizes)
+        cost = measure_step_cost(core, limits, kv_spec, sizes, args.max_loras if args.enable_lora else 0)
         # Between two tokens of a request every micro-batch has a step.
         core.bound_steps(StepBound(target / args.micro_batches, cost))
         core.reset_prompt_cache()

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,11 @@ def _start_process(kernels: Sequence[Description], target: Any) -> "subprocess.P
     process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
     assert process.stdin is not None
     order = {"target": [target.backend, target.arch, target.warp_size], "kernels": kernels}
-    process.stdin.write(json.dumps(order).encode())
-    process.stdin.close()
+    # One that ends before it has read all is counted by `Compiling.wait`, as others that fail.
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(order).encode())
+    with suppress(BrokenPipeError):
+        process.stdin.close()
     return process
 
 

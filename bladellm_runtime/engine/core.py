@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from bladellm_runtime.engine.adapters import Adapters, NoAdapters
@@ -120,7 +120,8 @@ class EngineCore:
                 return []
             return [RequestDelta(request_id, [], FinishReason.ERROR, INVALID_REQUEST)]
         try:
-            self._adapters.unload(message.adapter)
+            with self._noting_loss():
+                self._adapters.unload(message.adapter)
         except RefusedError as error:
             return [RequestDelta(request_id, [], FinishReason.ERROR, error.code, message=error.sentence)]
         return [RequestDelta(request_id, [], FinishReason.STOP)]
@@ -139,9 +140,15 @@ class EngineCore:
 
         Raises `DeviceLostError` when the device can do no more, `StepMemoryError` when no step fits into its memory.
         """
-        deltas: list[Delta] = [*self._let_in()] if self._room else []
-        try:
+        with self._noting_loss():
+            deltas: list[Delta] = [*self._let_in()] if self._room else []
             return deltas + self._step_or_recover()
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Around what may find that the device is lost: steps, but also who moves adapters or looks at other ranks."""
+        try:
+            yield
         except DeviceLostError:
             self._device_lost = True
             raise
@@ -254,12 +261,13 @@ class EngineCore:
         self._scheduler.reset_counters()
 
     def stats(self, now: float) -> EngineStats:
-        """A reading of the scheduler's and the memory's state."""
+        """A reading of the scheduler's and the memory's state. Raises `DeviceLostError`."""
         stats = self._scheduler.stats(now)
-        self._runner.add_stats(stats)
+        with self._noting_loss():
+            self._runner.add_stats(stats)
+            self._adapters.add_stats(stats)
         if self._constraints is not None:
             self._constraints.add_stats(stats)
-        self._adapters.add_stats(stats)
         return stats
 
     def reset_prompt_cache(self) -> None:

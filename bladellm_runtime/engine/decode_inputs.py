@@ -72,6 +72,7 @@ class DecodeInputs:
         self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
         self.slots = np.empty(0, dtype=np.int64)
         """Of the plan sent last."""
+        self._beside = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self.adapted = False
         """Whether rows of it have adapters."""
 
@@ -102,7 +103,7 @@ class DecodeInputs:
             prefills=[],
             logit_tokens=None,
             kv=self._arena,
-            adapters=TokenAdapters(arrays.adapters) if adapted else None,
+            adapters=TokenAdapters(arrays.adapters, beside=self._beside) if adapted else None,
         )
 
     def send(self, plan: StepPlan | None, size: int, adapters: NDArray[np.int64] | None = None) -> None:

@@ -10,6 +10,7 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.admission import kv_capacity
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
+from bladellm_runtime.scheduler.prepared import NO_ADAPTER, Prepared
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, fit_step_cost
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
@@ -26,13 +27,16 @@ UNUSUAL = 1.5
 logger = logging.getLogger(__name__)
 
 
-def measure_step_cost(core: EngineCore, limits: SchedulerLimits, spec: KvSpec, sizes: Sequence[int] = ()) -> StepCost:
+def measure_step_cost(
+    core: EngineCore, limits: SchedulerLimits, spec: KvSpec, sizes: Sequence[int] = (), adapters: int = 0
+) -> StepCost:
     """Time prompts beside few and many decodes on an idle engine, and fit the cost of a step to it.
 
-    sizes: token counts, ascending, that steps with prompts are padded to.
+    sizes: token counts, ascending, that steps with prompts are padded to. adapters: slots for them, which requests have
+    in turn, as they have none; what is in a slot does not matter to the time.
     Leaves the prompts in the cache and the steps in the counters: both are to be reset.
     """
-    probe = StepProbe(core, limits, spec)
+    probe = StepProbe(core, limits, spec, adapters)
     core.watch = probe.note
     deadline = time.monotonic() + SECONDS
     for _ in range(min(SHORT_REQUESTS, spec.num_slots // 4)):
@@ -70,10 +74,11 @@ def _prompts() -> Iterator[int]:
 class StepProbe:
     """Requests that decode until `finish`, and how long each step with a prompt took."""
 
-    def __init__(self, core: EngineCore, limits: SchedulerLimits, spec: KvSpec) -> None:
+    def __init__(self, core: EngineCore, limits: SchedulerLimits, spec: KvSpec, adapters: int = 0) -> None:
         self.measured: list[tuple[StepLoad, float]] = []
         """Milliseconds of each."""
         self._core = core
+        self._adapters = [*range(adapters), NO_ADAPTER]
         longest = min(limits.max_model_len, kv_capacity(spec))
         self._answer = min(512, longest // 2)
         self._longest = longest - self._answer
@@ -97,7 +102,7 @@ class StepProbe:
         self._added += 1
         params = SamplingParams(max_tokens=self._answer, temperature=0.0, ignore_eos=True)
         request = AddRequest(-1 - self._added, [0] * tokens, params, 0, 0.0, cache_salt=f"probe {self._added}")
-        self._core.add(request)
+        self._core.add(request, Prepared(adapter=self._adapters[self._added % len(self._adapters)]))
         self._running.append(request.request_id)
         self._used += tokens + self._answer
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bladellm_runtime.errors import CheckpointError, UserError
+from bladellm_runtime.lora.broken_folders import FolderState
 from bladellm_runtime.lora.loader import Outcome
 from bladellm_runtime.lora.policy import Move
 from bladellm_runtime.lora.store import Loader
@@ -20,10 +21,12 @@ class OtherRanks(Protocol):
 
 @dataclass(slots=True)
 class _Moving:
-    """An adapter on its way. left: ranks that have not reported; error: the first that one of them has reported."""
+    """An adapter on its way. left: ranks that have not reported; error: the first that one of them has reported.
+    broken: as this rank's outcome says; what others find may lie in files of another host."""
 
     left: int
     error: UserError | None = None
+    broken: FolderState | None = None
 
 
 class RankedLoader:
@@ -46,6 +49,7 @@ class RankedLoader:
         """The outcomes since the last call, of all ranks together. Raises `GroupLostError`."""
         done: list[Outcome] = []
         for outcome in self._own.poll():
+            self._moving[outcome.adapter].broken = outcome.broken
             self._hear(outcome.adapter, outcome.error, done)
         for report in self._others.adapters_moved() if self._moving else ():
             self._hear(report.adapter, None if report.error is None else CheckpointError(report.error), done)
@@ -68,4 +72,4 @@ class RankedLoader:
             del self._moving[adapter]
             if moving.error is not None:
                 self.drop(adapter)
-            done.append(Outcome(adapter, moving.error))
+            done.append(Outcome(adapter, moving.error, moving.broken))

@@ -1,6 +1,7 @@
 """`RankedRunner`: rank 0's runner, which has the other ranks do the same; the engine core knows no difference."""
 
 import concurrent.futures
+import logging
 import secrets
 import time
 from collections import deque
@@ -25,6 +26,8 @@ VERDICT_SECONDS = 1.5
 WAIT_SECONDS = 0.1
 NAP_SECONDS = 0.00005
 """How often a GPU is asked for its step: waiting for the event would take the core as well, and outlast the group."""
+
+logger = logging.getLogger(__name__)
 
 Launched = concurrent.futures.Future[RunningStep] | RunningStep
 
@@ -136,11 +139,14 @@ class RankedRunner:
         try:
             with self._ranks.guarded():
                 yield
-        except (UserError, RuntimeError, ValueError, OSError, MemoryError) as error:  # of torch's groups that are gone
+        except Exception as error:  # those of torch's groups that are gone are of many types
             lost = lost_group(error, self._ranks)
-            if lost is None:
+            if lost is not None:
+                raise lost from error
+            if isinstance(error, UserError):
                 raise
-            raise lost from error
+            logger.exception("rank 0 failed in what all ranks do")
+            raise GroupLostError(self._ranks.give_up(f"{type(error).__name__}: {error}")) from error
 
 
 def choose_seeds(plan: StepPlan) -> None:

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from bladellm_runtime.errors import CheckpointError, UserError
+from bladellm_runtime.lora.broken_folders import FolderState, state_of
 from bladellm_runtime.lora.peft_folder import AdapterReader, HostAdapter, empty_adapter
 from bladellm_runtime.lora.policy import Move
 from bladellm_runtime.models.lora import LoraMemory
@@ -16,10 +17,12 @@ from bladellm_runtime.models.lora import LoraMemory
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an adapter's move; error: why it was given up, None where it is in its slot."""
+    """What became of an adapter's move; error: why it was given up, None where it is in its slot. broken: how the files
+    were, where the error lies in them and will come again while they are the same."""
 
     adapter: str
     error: UserError | None
+    broken: FolderState | None = None
 
 
 class AdapterLoader:
@@ -75,17 +78,21 @@ class AdapterLoader:
 
     def _carry_out(self, move: Move, queued: torch.cuda.Event | Future[None] | None) -> None:
         error: UserError | None = None
+        state: FolderState | None = None
         try:
             if move.dropped is not None:
                 self._drop(move.dropped)
+            state = state_of(Path(move.adapter)) if move.read else None
             self._copy(self._read(move.adapter) if move.read else self._copies[move.adapter], move.slot, queued)
         except UserError as problem:
             error = problem
+            if isinstance(problem.__cause__, OSError):
+                state = None  # the next attempt may find the file system in a better mood
         except Exception as problem:  # whatever it is, requests that wait for it must hear
-            error = CheckpointError(f"{move.adapter} cannot be loaded: {problem}")
+            error, state = CheckpointError(f"{move.adapter} cannot be loaded: {problem}"), None
         if error is not None:
             self._drop(move.adapter)
-        self._outcomes.put(Outcome(move.adapter, error))
+        self._outcomes.put(Outcome(move.adapter, error, None if error is None else state))
 
     def _read(self, adapter: str) -> HostAdapter:
         pinned = self._stream is not None

@@ -86,6 +86,7 @@ class Ranks:
         except ChannelBroken as error:
             raise ConfigError(f"{error}; --dist_init_addr must be a free port of this host") from error
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._given_up: str | None = None
         self._closing = threading.Event()
         self._decided = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -142,6 +143,13 @@ class Ranks:
         self._decided.wait(patience)
         return self.failure
 
+    def give_up(self, reason: str) -> str:
+        """End the group because rank 0 cannot go on: the others may wait for what never comes. Returns `failure`."""
+        self._given_up = reason
+        # By the watching thread: what `on_failure` calls may wait for what this one still holds.
+        self._decided.wait(STUCK_SECONDS)
+        return self.failure or f"the engine stopped: {reason}"
+
     def close(self) -> None:
         """Let the ranks finish, wait for their processes, and kill those that take too long. May be called again."""
         if self._closing.is_set():
@@ -179,7 +187,7 @@ class Ranks:
                 logger.warning("still waiting for %s", ", ".join(f"rank {rank}" for rank in self._dog.missing))
 
     def _look(self) -> str | None:
-        problem = self._hear()
+        problem = self._given_up or self._hear()
         if problem is None and self._dog.trouble(self._exits()):
             time.sleep(SETTLE_SECONDS)
             problem = self._hear()

@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Decoder layers and a head; head_rows: of the vocabulary."""
+    """Decoder layers and a head; head_rows: of the vocabulary; attended: outputs of attention, `hidden` where 0."""
 
     layers: int
     hidden: int
@@ -51,18 +51,24 @@ class Step:
     inner: int
     head_rows: int
     bias: bool = False
+    attended: int = 0
     shapes: list[Shape] = field(init=False)
 
     def __post_init__(self) -> None:
         shapes = [
             Shape("qkv", self.qkv, self.hidden, self.bias),
-            Shape("o", self.hidden, self.hidden),
+            Shape("o", self.hidden, self.queries),
             Shape("gate-up", 2 * self.inner, self.hidden),
             Shape("gate-up, silu · mul", 2 * self.inner, self.hidden, gated=True),
             Shape("down", self.hidden, self.inner),
             Shape("head", self.head_rows, self.hidden),
         ]
         object.__setattr__(self, "shapes", shapes)
+
+    @property
+    def queries(self) -> int:
+        """Outputs of attention, the inputs of o."""
+        return self.attended or self.hidden
 
     @property
     def bytes(self) -> int:
@@ -84,6 +90,8 @@ def models() -> dict[str, Step]:
     """The shapes of the project's measurements."""
     return {
         "llama-8b": Step(32, 4096, 6144, 14336, 128256),
+        "llama-8b-tp2": Step(32, 4096, 3072, 7168, 64128, attended=2048),
+        "llama-8b-tp4": Step(32, 4096, 1536, 3584, 32064, attended=1024),
         "qwen-7b": Step(28, 3584, 4608, 18944, 152064, bias=True),
     }
 
@@ -161,7 +169,7 @@ def plain(
     """Nothing but the linear layers, each of what the one before gave."""
     for layer in layers:
         qkv = operator(x, layer["qkv"])
-        x = operator(qkv[:, : model.hidden], layer["o"])
+        x = operator(qkv[:, : model.queries], layer["o"])
         inner = operator(x, layer["gate_up"])
         x = operator(inner[:, : model.inner], layer["down"])
     return operator(x, head)
@@ -175,7 +183,7 @@ def plain_by_cublas(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -
 def whole(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
     """With the residual additions and silu · mul."""
     for layer in layers:
-        x = x + F.linear(F.linear(x, layer["qkv"])[:, : model.hidden], layer["o"])
+        x = x + F.linear(F.linear(x, layer["qkv"])[:, : model.queries], layer["o"])
         x = x + F.linear(silu_mul(F.linear(x, layer["gate_up"])), layer["down"])
     return F.linear(x, head)
 
@@ -183,7 +191,7 @@ def whole(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
 def fused(model: Step, x: Tensor, layers: list[Layer], head: Tensor) -> Tensor:
     """The same, in the kernels of the linear layers."""
     for layer in layers:
-        x = linear(linear(x, layer["qkv"])[:, : model.hidden], layer["o"], residual=x)
+        x = linear(linear(x, layer["qkv"])[:, : model.queries], layer["o"], residual=x)
         x = linear(linear_silu_mul(x, layer["gate_up"]), layer["down"], residual=x)
     return linear(x, head)
 

@@ -1,5 +1,5 @@
-"""Linear layers of 16-bit weights: kernels of our own where x has few rows, cuBLAS for the others, but where a gate
-follows a kernel of our own for many rows, too.
+"""Linear layers of 16-bit weights: kernels of our own where x has few rows, cuBLAS for the others, by an algorithm that
+was measured where there is one, but where a gate follows a kernel of our own for many rows, too.
 
 A layer of few rows is bound by reading its weight. The kernels read it at the speed of the memory, start to read it
 before the kernel in front of them has ended, and add the layer's residual or apply its gate without a kernel more.
@@ -12,7 +12,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bladellm_kernels.linear_schedules import MANY_ROWS, MAX_ROWS, Schedule, ScheduleTable, load_table
+from bladellm_kernels.cublaslt import multiply
+from bladellm_kernels.linear_schedules import (
+    MANY_ROWS,
+    MAX_ROWS,
+    CublasLtSchedule,
+    LinearSchedule,
+    Schedule,
+    ScheduleTable,
+    load_table,
+)
 from bladellm_kernels.silu_mul import silu_mul
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -32,7 +41,9 @@ def use_table(table: ScheduleTable | None) -> None:
 
 @cache
 def measured_table(device: torch.device) -> ScheduleTable:
-    """What the benchmark measured on a GPU of this name, `schedules/linear_*.json`, or an empty table."""
+    """What the benchmarks measured on a GPU of this name, `schedules/linear_*.json`, or an empty table."""
+    if device.type != "cuda":
+        return ScheduleTable()
     name = torch.cuda.get_device_name(device).lower().replace(" ", "_")
     path = Path(__file__).parent / "schedules" / f"linear_{name}.json"
     return load_table(path) if path.exists() else ScheduleTable()
@@ -52,6 +63,8 @@ def linear(
     """
     check_arguments(x, weight, bias, out, residual, weight.shape[0])
     schedule = schedule_for(x, weight)
+    if isinstance(schedule, CublasLtSchedule):
+        return _by_algorithm(schedule, x, weight, bias, out, residual)
     if schedule is None:
         return _by_torch(x, weight, bias, out, residual)
     return _launch(schedule, x, weight, bias, out, residual, 1)
@@ -67,7 +80,7 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
         raise ValueError(f"weight must have as many rows for the gate as for the other half, got {weight.shape[0]}")
     check_arguments(x, weight, None, out, None, weight.shape[0] // 2)
     schedule = schedule_for(x, weight, gated=True)
-    if schedule is not None:
+    if schedule is not None and not isinstance(schedule, CublasLtSchedule):
         return _launch(schedule, x, weight, None, out, None, 2)
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)
@@ -94,10 +107,17 @@ def linear_silu_mul_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return gate / (1 + torch.exp(-gate)) * up
 
 
-def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> Schedule | None:
-    """The schedule of a kernel, or None where torch computes it: no CUDA, many rows, other types, odd layouts."""
+def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> LinearSchedule | None:
+    """The schedule of a kernel, or None where torch computes it: no CUDA, no rows, other types, odd layouts, or where
+    the table leaves it to cuBLAS."""
     rows, inputs = x.shape
-    if not x.is_cuda or not 0 < rows <= MAX_ROWS or x.dtype not in TYPES or torch.version.hip is not None:
+    if (
+        not x.is_cuda
+        or rows == 0
+        or (gated and rows > MAX_ROWS)
+        or x.dtype not in TYPES
+        or torch.version.hip is not None
+    ):
         return None
     if inputs == 0 or len(weight) == 0 or not _fits(x) or not _fits(weight):
         return None
@@ -139,6 +159,21 @@ def _launch(
         out = x.new_empty(len(x), len(weight) // parts)
     launch(LinearCall(x, weight, bias, residual, out, parts), schedule)
     return out
+
+
+def _by_algorithm(
+    schedule: CublasLtSchedule,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """By the algorithm of cuBLASLt, or the one that cuBLAS chooses where it does not fit."""
+    result = x.new_empty(len(x), len(weight)) if out is None else out
+    if multiply(schedule, x, weight, bias, residual, result):
+        return result
+    return _by_torch(x, weight, bias, result, residual)
 
 
 def _by_torch(

@@ -1,14 +1,17 @@
 """How linear layers of few rows are launched: by a table of measured schedules, or one rule for shapes not in it."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from bladellm_kernels.power_of_two import power_of_two
 
 MAX_ROWS = 256
-"""Rows of x from which on a linear layer is bound by arithmetic, and left to cuBLAS."""
+"""Most rows of x for kernels of our own, but for a gate of many rows: with more of them a linear layer is bound by
+arithmetic, and left to cuBLAS, by its own choice or by an algorithm that was measured."""
 
 MANY_ROWS = 1024
 """Rows of x from which on a gate-up projection and its SiLU · mul by `many_rows_linear` are faster than by cuBLAS and a
@@ -17,6 +20,9 @@ kernel behind it: 362 µs of 379 with 1,024 rows on an H200, 2,827 of 2,928 with
 NORM_ROWS = (1, 16)
 """Fewest and most rows of x for which layers with norms are kernels, where nobody measured their shapes: for many rows
 cuBLAS is faster."""
+
+ALGORITHM_BYTES = 64
+"""Of cublasLtMatmulAlgo_t."""
 
 GEMV_ROWS = 4
 """Most rows of x for products without tensor cores: with more of them arithmetic is no longer hidden."""
@@ -73,11 +79,33 @@ class HopperSchedule:
     prefetch: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CublasLtSchedule:
+    """An algorithm of cuBLASLt, for one version of it and one type of matrices; where either differs, plain cuBLAS.
+
+    algorithm: the library's 64 bytes in hexadecimal. by_rows: the matrices are described to it as they lie in memory,
+    not as their transposes, and no bias is added.
+    """
+
+    algorithm: str
+    version: int
+    dtype: str = "bfloat16"
+    by_rows: bool = False
+
+    def __post_init__(self) -> None:
+        if len(bytes.fromhex(self.algorithm)) != ALGORITHM_BYTES:
+            raise ValueError(f"algorithm must be {ALGORITHM_BYTES} bytes in hexadecimal, got {self.algorithm!r}")
+
+
 _HALF_SHARED = 112 * 1024
 """Bytes of shared memory that programs of two kernels may take on an SM beside each other."""
 
 Schedule = GemvSchedule | DotSchedule | HopperSchedule
+"""Of kernels of our own."""
+
+LinearSchedule = Schedule | CublasLtSchedule
 KINDS: dict[str, type[Schedule]] = {"gemv": GemvSchedule, "dot": DotSchedule, "hopper": HopperSchedule}
+_STORED: dict[str, type[LinearSchedule]] = {**KINDS, "cublaslt": CublasLtSchedule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +113,10 @@ class Entry:
     """The schedule of up to `rows` rows of x; None for cuBLAS."""
 
     rows: int
-    schedule: Schedule | None
+    schedule: LinearSchedule | None
+
+
+_rows_of = attrgetter("rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +126,13 @@ class ScheduleTable:
     entries: Mapping[tuple[int, int, bool], Sequence[Entry]] = field(default_factory=dict)
     norm_rows: tuple[int, int] = NORM_ROWS
 
-    def choose(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> Schedule | None:
+    def choose(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
         """The schedule of x [rows, inputs] and a weight of `outputs` outputs, None for cuBLAS."""
-        known = self.entries.get((outputs, inputs, gated), ())
-        for entry in known:
-            if rows <= entry.rows:
-                return entry.schedule
-        return None if known else default_schedule(rows, gated)
+        known = self.entries.get((outputs, inputs, gated))
+        if not known:
+            return default_schedule(rows, gated)
+        place = bisect_left(known, rows, key=_rows_of)
+        return known[place].schedule if place < len(known) else None
 
     def choose_with_norms(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> HopperSchedule | None:
         """The same of a table for layers with norms, which kernels for Hopper alone have; None for other operators."""
@@ -113,19 +144,17 @@ class ScheduleTable:
 
 
 def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
-    """For shapes nobody measured, None for cuBLAS.
+    """For shapes nobody measured, None for cuBLAS: it was faster from 17 rows on with nearly all that were.
 
     About 48 KiB of weight must be under way in a multiprocessor for the bandwidth of its memory, and two programs of a
     schedule must fit its shared memory (227 KiB) beside each other.
     """
     if rows <= 2:
         return GemvSchedule(block_n=4 // (1 + gated), block_k=1024, prefetch=8192)
-    if rows > 64:
+    if rows > 16:
         return None
     block_m = max(8, power_of_two(rows))
-    if gated or block_m <= 16:
-        return DotSchedule(block_m, block_n=64, block_k=128 // (1 + gated), stages=4, prefetch=32768)
-    return DotSchedule(block_m, block_n=128, block_k=64, stages=4, warps=8, prefetch=32768)
+    return DotSchedule(block_m, block_n=64, block_k=128 // (1 + gated), stages=4, prefetch=32768)
 
 
 def default_hopper_schedule(rows: int, gated: bool = False) -> HopperSchedule:
@@ -156,16 +185,18 @@ def load_table(path: Path) -> ScheduleTable:
         key = (shape["outputs"], shape["inputs"], shape["gated"])
         try:
             entries[key] = tuple(_entry(fields) for fields in shape["entries"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, shape {key}: {error}") from error
         rows = [entry.rows for entry in entries[key]]
         if not rows or rows != sorted(set(rows)):
             raise ValueError(f"{path}, shape {key}: rows must ascend, got {rows}")
+        if shape["gated"] and any(isinstance(entry.schedule, CublasLtSchedule) for entry in entries[key]):
+            raise ValueError(f"{path}, shape {key}: cuBLASLt applies no gate")
     return ScheduleTable(entries)
 
 
 def _entry_fields(entry: Entry) -> dict[str, object]:
-    kind = next((name for name, kind in KINDS.items() if isinstance(entry.schedule, kind)), "cublas")
+    kind = next((name for name, kind in _STORED.items() if isinstance(entry.schedule, kind)), "cublas")
     return {"rows": entry.rows, "kind": kind} | ({} if entry.schedule is None else asdict(entry.schedule))
 
 
@@ -174,4 +205,4 @@ def _entry(fields: dict[str, object]) -> Entry:
     rows, kind = values.pop("rows"), values.pop("kind")
     if not isinstance(rows, int):
         raise TypeError(f"rows must be a whole number, got {rows!r}")
-    return Entry(rows, None if kind == "cublas" else KINDS[str(kind)](**values))  # type: ignore[arg-type]
+    return Entry(rows, None if kind == "cublas" else _STORED[str(kind)](**values))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.lora_beside import adapter_launch
 from bladellm_kernels.lora_tokens import FIELDS, TILE_TOKENS, AdapterTiles, TokenAdapters
 from bladellm_kernels.power_of_two import power_of_two
 
@@ -99,10 +100,10 @@ def launch_expand(
     block_r = power_of_two(ranks)
     block_n = max(LEAST_OUTPUTS, TILE_NUMBERS // block_r)
     if tokens:
-        expand_rows_kernel[(tokens, _blocks(rows, block_n))](
-            h, b, adapters.slots, y, tokens, parts, *_three(rows), b.stride(0), y.stride(0), SLICES=len(rows),
+        expand_rows_kernel[(tokens, blocks_of(rows, block_n))](
+            h, b, adapters.slots, y, tokens, parts, *three(rows), b.stride(0), y.stride(0), SLICES=len(rows),
             RANKS=ranks, BLOCK_P=power_of_two(parts), BLOCK_R=block_r, BLOCK_N=block_n, READY=adapters.ready,
-            num_warps=4, **early_launch(y.device),
+            num_warps=4, **adapter_launch(adapters, y.device),
         )  # fmt: skip
 
 
@@ -114,17 +115,19 @@ def _launch_tiles(
     block_r = max(LEAST_RANKS, power_of_two(ranks))
     block_n = min(128, max(LEAST_OUTPUTS, TILE_NUMBERS // block_r))
     if len(tiles.tiles):
-        expand_tiles_kernel[(len(tiles.tiles), _blocks(rows, block_n))](
-            h, b, tiles.order, tiles.tiles, y, tokens, parts, *_three(rows), b.stride(0), y.stride(0), FIELDS=FIELDS,
+        expand_tiles_kernel[(len(tiles.tiles), blocks_of(rows, block_n))](
+            h, b, tiles.order, tiles.tiles, y, tokens, parts, *three(rows), b.stride(0), y.stride(0), FIELDS=FIELDS,
             SLICES=len(rows), RANKS=ranks, BLOCK_M=TILE_TOKENS, BLOCK_R=block_r, BLOCK_N=block_n, num_warps=4,
             **early_launch(y.device),
         )  # fmt: skip
 
 
-def _three(rows: tuple[int, ...]) -> tuple[int, int, int]:
+def three(rows: tuple[int, ...]) -> tuple[int, int, int]:
+    """Outputs of the first three slices, 0 where there are fewer."""
     first, second, third, *_ = (*rows, 0, 0)
     return first, second, third
 
 
-def _blocks(rows: tuple[int, ...], block_n: int) -> int:
+def blocks_of(rows: tuple[int, ...], block_n: int) -> int:
+    """Blocks of outputs, none of which has outputs of two slices."""
     return sum(-(-count // block_n) for count in rows)

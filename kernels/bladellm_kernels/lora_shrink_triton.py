@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.lora_beside import adapter_launch, beside
 from bladellm_kernels.lora_tokens import FIELDS, TILE_PARTS, TILE_TOKENS, AdapterTiles, TokenAdapters
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.power_of_two import power_of_two
@@ -96,11 +97,12 @@ def launch_shrink(x: torch.Tensor, a: torch.Tensor, scales: torch.Tensor, adapte
     parts = -(-blocks // steps)
     out = torch.empty(parts, tokens, a.shape[1], dtype=torch.float32, device=x.device)
     if tokens:
-        shrink_rows_kernel[(tokens, parts, slices)](
-            x, a, scales, adapters.slots, out, tokens, inputs, x.stride(0), a.stride(0), scales.stride(0),
-            SLICES=slices, RANKS=ranks, BLOCK_R=block_r, BLOCK_K=block_k, STEPS=steps, READY=adapters.ready,
-            num_warps=4, **early_launch(x.device),
-        )  # fmt: skip
+        with beside(adapters):
+            shrink_rows_kernel[(tokens, parts, slices)](
+                x, a, scales, adapters.slots, out, tokens, inputs, x.stride(0), a.stride(0), scales.stride(0),
+                SLICES=slices, RANKS=ranks, BLOCK_R=block_r, BLOCK_K=block_k, STEPS=steps, READY=adapters.ready,
+                num_warps=4, **adapter_launch(adapters, x.device),
+            )  # fmt: skip
     return out
 
 

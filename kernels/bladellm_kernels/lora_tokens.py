@@ -33,11 +33,13 @@ class AdapterTiles:
 class TokenAdapters:
     """slots: int64 [T], each token's adapter, -1 for none. tiles: the same in tiles, None for few tokens, which are
     computed one by one. ready: slots were written before the step's first kernel, so that a kernel which starts early
-    may read them at once."""
+    may read them at once. beside: the stream that A is multiplied on while the layer itself is computed, None for the
+    layer's own."""
 
     slots: torch.Tensor
     tiles: AdapterTiles | None = None
     ready: bool = True
+    beside: torch.cuda.Stream | None = None
 
     def select(self, tokens: torch.Tensor) -> "TokenAdapters":
         """Those of some tokens, int64 [R]."""

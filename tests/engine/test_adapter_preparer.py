@@ -61,8 +61,9 @@ class SlowLoader:
 class Desk:
     """A preparer, its loader, and requests by number that were prepared so far."""
 
-    def __init__(self) -> None:
-        self.loader = SlowLoader()
+    def __init__(self, loader: SlowLoader | None = None, root: Path = Path("/models")) -> None:
+        self.loader = loader or SlowLoader()
+        self._root = root
         self.policy = AdapterPolicy(SLOTS, COPIES)
         self.preparer = AdapterPreparer(AdapterStore(self.policy, self.loader), SLOTS)
         self.waiting: dict[int, AddRequest] = {}
@@ -71,7 +72,7 @@ class Desk:
 
     def ask(self, request_id: int, adapter: str) -> bool:
         """Whether the request is prepared at once."""
-        request = AddRequest(request_id, [1], SamplingParams(), 0, 0.0, adapter=f"/models/{adapter}")
+        request = AddRequest(request_id, [1], SamplingParams(), 0, 0.0, adapter=str(self._root / adapter))
         assert self.preparer.is_needed(request)
         self.waiting[request_id] = request
         self._prepare(request)

@@ -6,15 +6,18 @@ from collections import defaultdict
 
 import pytest
 
+from bladellm_runtime.engine.adapters import NoAdapters
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.preparation import WaitingRoom
+from bladellm_runtime.engine.step_errors import GroupLostError
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
+from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, one_by_one
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, MoveAdapter, one_by_one
 from tests.support.step_results import step_result
 
 VOCAB = 1000
@@ -57,7 +60,11 @@ class ArithmeticRunner:
 
 
 def make_core(
-    overlap: bool, granules: int = 64, runner: ArithmeticRunner | None = None, room: WaitingRoom | None = None
+    overlap: bool,
+    granules: int = 64,
+    runner: ArithmeticRunner | None = None,
+    room: WaitingRoom | None = None,
+    adapters: NoAdapters | None = None,
 ) -> EngineCore:
     spec = KvSpec((KvGroup((0,), 64),), granule_tokens=4, num_granules=granules, num_slots=8, max_tokens=128)
     limits = SchedulerLimits(
@@ -67,7 +74,8 @@ def make_core(
         eos_token_ids=frozenset({EOS}),
         vocab_size=VOCAB,
     )
-    return EngineCore(Scheduler(limits, KvAccounting(spec)), runner or ArithmeticRunner(), overlap=overlap, room=room)
+    scheduler = Scheduler(limits, KvAccounting(spec))
+    return EngineCore(scheduler, runner or ArithmeticRunner(), overlap=overlap, room=room, adapters=adapters)
 
 
 def make_requests(count: int, seed: int) -> list[AddRequest]:
@@ -166,3 +174,62 @@ def test_row_47_slot_reuse_after_abort_shows_no_old_token(overlap):
         assert got == (wanted[: len(got)] if request.request_id in aborted else wanted)
     assert aborted
     assert core.stats(time.monotonic()).kv_granules_used == 0
+
+
+class Lost(NoAdapters):
+    """Adapters on a device, or in a group of ranks, that is lost as soon as `gone` is set."""
+
+    gone = False
+
+    def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
+        return False
+
+    def poll(self) -> bool:
+        return self.fail() is None
+
+    def unload(self, adapter: str) -> None:
+        self.fail()
+
+    def add_stats(self, stats: EngineStats) -> None:
+        self.fail()
+
+    def fail(self) -> None:
+        if self.gone:
+            raise GroupLostError("rank 1 is gone")
+
+
+class LostRunner(ArithmeticRunner):
+    """Of a device that nothing can be asked of any more once `lost.gone` is set."""
+
+    def __init__(self, lost: Lost) -> None:
+        super().__init__()
+        self.lost = lost
+
+    def collect(self, launched: tuple[StepPlan, dict[int, int]]) -> StepResult:
+        self.lost.fail()
+        return super().collect(launched)
+
+    def close(self) -> None:
+        self.lost.fail()
+
+
+WAYS = {
+    "a step": lambda core: core.step(),
+    "a load": lambda core: core.step() if core.move_adapter(MoveAdapter(99, "/a", True)) == [] else None,
+    "an unload": lambda core: core.move_adapter(MoveAdapter(99, "/a", False)),
+    "a reading": lambda core: core.stats(0.0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_lost_beside_the_steps_is_left_alone(way):
+    """By who moves adapters, say: closing must not ask anything of it, or wait for it."""
+    lost = Lost()
+    core = make_core(True, runner=LostRunner(lost), room=WaitingRoom([lost]), adapters=lost)
+    core.add(make_requests(1, seed=0)[0])
+    for _ in range(2):
+        core.step()
+    lost.gone = True
+    with pytest.raises(GroupLostError, match="rank 1 is gone"):
+        WAYS[way](core)
+    core.close()

@@ -9,9 +9,9 @@ import torch
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.models.config import read_model_spec
 from tests.engine import reference
-from tests.support.cases import some_of
+from tests.support.cases import drawn_of, some_of
 
-TOKENS = 64
+TOKENS = 40
 
 WAYS = {
     "overlap": {},
@@ -73,18 +73,18 @@ def test_each_prompt_alone_equals_transformers(model, device, overlap):
             assert_equal(model, [prompt], [output.outputs[0].token_ids])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"disable_overlap": True},
-        {"prefill_chunk_tokens": 7},
-        {"kv_arena": "relocating"},
-        {"attn_cls": "paged"},
-        {"disable_prompt_cache": True},
-        {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
-    ],
-)
+PREEMPTING = [
+    {},
+    {"disable_overlap": True},
+    {"prefill_chunk_tokens": 7},
+    {"kv_arena": "relocating"},
+    {"attn_cls": "paged"},
+    {"disable_prompt_cache": True},
+    {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", drawn_of(PREEMPTING, 3, always=[{}]), ids=str)
 def test_preemption_does_not_change_tokens(model, device, options):
     """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""
     if device == "cuda" and "kv_arena" not in options:

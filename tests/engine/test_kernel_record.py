@@ -12,8 +12,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine import compile_kernels
 from bladellm_runtime.engine.compile_kernels import Compiling, start_compiling
 from bladellm_runtime.engine.kernel_record import read_record, record_path, write_record
+from tests.support.warm import run_code
 
 HOPPER = GPUTarget("cuda", 90, 32)
 START = """
@@ -73,10 +75,7 @@ for _ in range(2):
 
 def run_script(script: str, cache: Path, record: Path) -> list[int]:
     """What it prints on a machine whose triton cache is `cache`: of a start, kernels compiled and loaded."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, record], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_code(script, record, TRITON_CACHE_DIR=str(cache), PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]
 
@@ -106,6 +105,24 @@ def test_a_process_that_fails_is_told_and_harmless(caplog):
     processes = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (0, 3, 1)]
     Compiling(5, processes).wait()
     assert "2 of 3 processes" in caplog.text
+
+
+@pytest.mark.parametrize("note", ["", "x" * 2**20], ids=["a short list", "more than a pipe holds"])
+def test_a_process_that_ends_before_it_has_its_list_is_told_and_harmless(monkeypatch, caplog, note):
+    """Whatever ends it: it was started, and does not read."""
+    start = subprocess.Popen
+
+    def start_and_wait(*given: object, **more: object) -> subprocess.Popen:
+        process = start(["false"], **more)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_wait)
+    monkeypatch.setattr(compile_kernels, "is_cached", lambda kernel, target: False)
+    compiling = start_compiling([{"function": note}] * 2, HOPPER)
+    assert compiling.kernels == 2
+    compiling.wait()
+    assert "1 of 1 processes" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[", "\xff", None])

@@ -11,11 +11,15 @@ from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
+from bladellm_runtime.scheduler.prepared import NO_ADAPTER
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs
 from tests.engine.test_core import ArithmeticRunner
 
 COST = StepCost(step=2.5, token=0.02, decode_row=0.01, decode_kv=4e-5, prefill_pair=1e-6)
+ADAPTERS = 3
+ADAPTED = 1.2
+"""Milliseconds that a step takes longer where some of its rows have adapters."""
 FIRST_STEP = 0.4
 """Seconds of the first step more than the line: what compiling something takes."""
 
@@ -26,12 +30,20 @@ class TimedRunner(ArithmeticRunner):
     def __init__(self) -> None:
         super().__init__()
         self.now, self._free = 0.0, 0.0
+        self.adapters: dict[int, int] = {}
+        """Of the request in each slot."""
+        self.mixed = 0
+        """Steps with as many different adapters as there can be, no adapter among them."""
 
     def monotonic(self) -> float:
         return self.now
 
     def launch(self, plan: StepPlan):
         extra = FIRST_STEP if plan.step == 1 else 0.0
+        self.adapters |= {load.slot: load.adapter for load in plan.loads}
+        present = {self.adapters[slot] for slot in plan.slots}
+        self.mixed += len(present) == 1 + ADAPTERS
+        extra += 1e-3 * ADAPTED if present != {NO_ADAPTER} else 0.0
         self._free = max(self._free, self.now) + 1e-3 * COST.milliseconds(plan.load) + extra
         return super().launch(plan), self._free
 
@@ -49,11 +61,13 @@ def runner(monkeypatch):
     return runner
 
 
-def measured(runner: TimedRunner, overlap: bool, slots: int, tokens: int, max_model_len: int) -> StepCost:
+def measured(
+    runner: TimedRunner, overlap: bool, slots: int, tokens: int, max_model_len: int, adapters: int = 0
+) -> StepCost:
     spec = KvSpec((KvGroup((0,), 64),), 16, tokens // 16, slots, max_model_len)
     limits = SchedulerLimits(2048, 2048, max_model_len, frozenset(), 1000)
     core = EngineCore(Scheduler(limits, KvAccounting(spec), runner.monotonic), runner, overlap=overlap)
-    cost = measure_steps.measure_step_cost(core, limits, spec)
+    cost = measure_steps.measure_step_cost(core, limits, spec, adapters=adapters)
     assert core.idle
     assert core.watch is None
     core.check()
@@ -72,6 +86,14 @@ def test_the_cost_of_steps_is_found(runner, overlap):
         load = StepLoad(rows, rows * context, tokens, chunk_pairs(start, tokens))
         assert cost.milliseconds(load) == pytest.approx(COST.milliseconds(load), rel=0.05)
     assert runner.now < measure_steps.SECONDS + FIRST_STEP + 0.1
+
+
+def test_an_engine_with_adapters_measures_steps_that_have_them(runner):
+    """All adapters side by side, beside requests without one."""
+    cost = measured(runner, True, slots=256, tokens=100_000, max_model_len=8192, adapters=ADAPTERS)
+    for load in (StepLoad(8, 8000, 512, chunk_pairs(0, 512)), StepLoad(200, 100_000, 300, chunk_pairs(0, 300))):
+        assert cost.milliseconds(load) == pytest.approx(COST.milliseconds(load) + ADAPTED, rel=0.05)
+    assert runner.mixed > 20
 
 
 @pytest.mark.parametrize("tokens", [600, 512])

@@ -4,6 +4,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from bladellm_runtime.engine.uploaded_masks import UploadedMasks
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from tests.engine.test_core import ArithmeticRunner, drain, expected, make_core, make_requests
+from tests.support.cases import some_pairs
 from tests.support.step_plans import step_plan
 
 LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in the manual."
@@ -191,8 +193,10 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
     return arm
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("options", [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}, SWAPPING], ids=str)
+OPTIONS: list[dict[str, Any]] = [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}, SWAPPING]
+
+
+@pytest.mark.parametrize(("options", "overlap"), some_pairs(OPTIONS, [True, False]), ids=str)
 def test_row_40_the_model_gives_the_same_tokens(demo_model, sabotage, overlap, options):
     """Penalties, seeds, log-probabilities, constraints and cached prompts survive steps that were half done."""
     flags = {"device": "cpu", "kv_cache_gib": 0.02, "dtype": "float32", "disable_overlap": not overlap} | options

@@ -157,3 +157,19 @@ def test_a_lost_rank_is_an_error_of_the_call_and_closing_goes_on(demo_model):
     until(lambda: not psutil.pid_exists(victim) or psutil.Process(victim).status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(UserError, match="the engine stopped: rank 2 was killed by signal 9"), llm:
         llm.generate([[5, 7]], GREEDY)
+
+
+def test_closing_after_a_step_that_one_rank_did_not_begin_waits_for_nobody(demo_model, monkeypatch):
+    """The last stage waits for its hidden states, and the first one would wait for the token of it."""
+
+    def fail(hidden):
+        raise RuntimeError("not begun")
+
+    llm = LLM(str(demo_model), dtype="float32", device="cpu", pipeline_parallel_size=2, kv_cache_gib=0.05)
+    ranked = llm._engine.core._runner
+    processes = [psutil.Process(pid) for pid in ranked._ranks.process_ids.values()]
+    assert llm.generate([[5, 7]], GREEDY)[0].outputs[0].token_ids
+    monkeypatch.setattr(ranked._runner._stage, "send", fail)
+    with pytest.raises(UserError, match="the engine stopped: RuntimeError: not begun"), llm:
+        llm.generate([[5, 7, 9]], GREEDY)
+    assert not psutil.wait_procs(processes, timeout=5.0)[1]

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.engine import reference
 from tests.faults.conftest import assert_quiet
 from tests.support.live import LiveServer, until
 
-TOKENS = 64
+TOKENS = 48
 NAN_TOKEN = 5000
 
 
@@ -64,31 +65,36 @@ def nan_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_row_42_nan_logits_end_that_request_alone(nan_model, demo_model, device, stream):
-    prompt = reference.PROMPTS[0]
+@pytest.fixture(scope="module")
+def nan_server(nan_model, request) -> Iterator[LiveServer]:
+    device = request.config.getoption("--device")
     with LiveServer("real", model=str(nan_model), device=device, dtype="float32", kv_cache_gib=0.05) as server:
         ask(server, "warm up", max_tokens=2)
-        descriptors = server.open_fds()
-        with ThreadPoolExecutor(4) as pool:
-            neighbours = [pool.submit(ask, server, prompt) for _ in range(3)]
-            for _ in range(5):
-                if stream:  # the bias makes the fatal token the first answer, so the error comes after a first event
-                    body = {"model": "demo", "prompt": [7, 9], "max_tokens": 8, "logit_bias": {NAN_TOKEN: 100}}
-                    first, *_, last = server.stream("/v1/completions", body)
-                    assert first["choices"][0]["text"]
-                    assert last["error"]["code"] == "invalid_logits"
-                else:
-                    status, answer = ask(server, [7, NAN_TOKEN, 9])
-                    assert status == 500
-                    assert answer["error"]["code"] == "invalid_logits"
-        for neighbour in neighbours:
-            status, answer = neighbour.result()
-            assert status == 200
-            assert answer["choices"][0]["text"] == expected(demo_model, prompt)
-        assert ask(server, prompt)[1]["choices"][0]["text"] == expected(demo_model, prompt)
-        assert_quiet(server)
-        until(lambda: server.open_fds() <= descriptors, 8.0, "a return to the open descriptors before")
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_42_nan_logits_end_that_request_alone(nan_server, demo_model, stream):
+    prompt, descriptors = reference.PROMPTS[0], nan_server.open_fds()
+    with ThreadPoolExecutor(4) as pool:
+        neighbours = [pool.submit(ask, nan_server, prompt) for _ in range(3)]
+        for _ in range(5):
+            if stream:  # the bias makes the fatal token the first answer, so the error comes after a first event
+                body = {"model": "demo", "prompt": [7, 9], "max_tokens": 8, "logit_bias": {NAN_TOKEN: 100}}
+                first, *_, last = nan_server.stream("/v1/completions", body)
+                assert first["choices"][0]["text"]
+                assert last["error"]["code"] == "invalid_logits"
+            else:
+                status, answer = ask(nan_server, [7, NAN_TOKEN, 9])
+                assert status == 500
+                assert answer["error"]["code"] == "invalid_logits"
+    for neighbour in neighbours:
+        status, answer = neighbour.result()
+        assert status == 200
+        assert answer["choices"][0]["text"] == expected(demo_model, prompt)
+    assert ask(nan_server, prompt)[1]["choices"][0]["text"] == expected(demo_model, prompt)
+    assert_quiet(nan_server)
+    until(lambda: nan_server.open_fds() <= descriptors, 8.0, "a return to the open descriptors before")
 
 
 def test_row_47_aborted_slots_are_reused_cleanly(demo_model, device):
@@ -111,7 +117,7 @@ def test_row_47_aborted_slots_are_reused_cleanly(demo_model, device):
         for thread in rude:
             thread.start()
         try:
-            for _ in range(6):
+            for _ in range(4):
                 status, answer = ask(server, prompt)
                 assert status == 200
                 assert answer["choices"][0]["text"] == expected(demo_model, prompt)

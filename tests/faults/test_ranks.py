@@ -1,5 +1,6 @@
 """Ranks that die, hang or fail, behind the real server: all ends within 10 s, told to every stream, nothing is left."""
 
+import json
 import os
 import signal
 import sys
@@ -9,7 +10,10 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from tests.conftest import DEMO
+from tests.engine.reference import load
 from tests.faults.test_engine import ask
+from tests.lora.folders import save_adapter
 from tests.support.faulty_engine import TRIGGER
 from tests.support.live import LiveServer, OpenStream, until
 
@@ -36,8 +40,8 @@ DEEDS: dict[str, tuple[Deed, str]] = {
 }
 
 
-def faulty(fault: str) -> LiveServer:
-    return LiveServer([sys.executable, "-m", "tests.support.faulty_ranks", fault], **FLAGS)
+def faulty(fault: str, **flags: object) -> LiveServer:
+    return LiveServer([sys.executable, "-m", "tests.support.faulty_ranks", fault], **FLAGS, **flags)
 
 
 def rank_processes(server: LiveServer) -> list[psutil.Process]:
@@ -154,6 +158,26 @@ def test_a_rank_that_cannot_do_its_step_ends_the_group(fault, sentence, processe
         assert (status, answer["error"]["code"]) == (503, "engine_dead")
         assert_ended(server, [stream], started)
         assert sentence in server.log()
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [2, 0])
+def test_a_rank_lost_while_it_reads_an_adapter_ends_the_group(streams, tmp_path, processes):
+    """Beside streams, and where requests for the adapter are all there is."""
+    save_adapter(tmp_path / "adapter", load(DEMO)[0])
+    with faulty("killed_reading", enable_lora=True, lora_dir=str(tmp_path)) as server:
+        processes += [psutil.Process(server.engine_pid), *rank_processes(server)]
+        running = [OpenStream(server, ENDLESS) for _ in range(streams)]
+        for stream in running:
+            stream.read(2)
+        started = time.monotonic()
+        waiting = [OpenStream(server, {**ENDLESS, "model": "adapter"}) for _ in range(2)]
+        for stream in waiting:
+            assert stream.response.status == 503
+            assert json.loads(stream.response.read())["error"]["code"] == "engine_dead"
+        assert_ended(server, running, started)
+        assert "rank 1 was killed by signal 9" in server.log()
         assert "Traceback" not in server.log()
 
 

@@ -1,19 +1,24 @@
 """Triton kernels as their launches compile them for sm_90, without a GPU."""
 
+import io
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+REPORTS: dict[str, str] = {}
+"""What the assembler said of the PTX of `compiled_launches`."""
 
 
 @contextmanager
 def compiled_launches() -> Iterator[dict[str, Any]]:
     """What the kernels launched inside compile to, by name; none runs. Launches are early ones, as on a Hopper."""
     from bladellm_kernels import early_launch
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -32,9 +37,14 @@ def compiled_launches() -> Iterator[dict[str, Any]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled[self.__name__] = run(self, *arguments, grid=grid, warmup=True, **options)
+        with redirect_stdout(io.StringIO()) as printed:
+            kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        compiled[self.__name__] = kernel
+        if "ptxas info" in printed.getvalue():  # not where triton's cache had the kernel
+            REPORTS[kernel.asm["ptx"]] = printed.getvalue()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.nvidia, "dump_ptxas_log", True)
         patch.setattr(driver, "_active", Hopper())
         patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(early_launch, "can_launch_early", lambda device: True)
@@ -43,11 +53,15 @@ def compiled_launches() -> Iterator[dict[str, Any]]:
 
 def spilled(ptx: str) -> int:
     """Bytes of registers that the assembler puts into memory."""
+    report = REPORTS.get(ptx) or assembler_report(ptx)
+    return sum(int(part.split()[-1]) for part in report.split(" bytes spill stores")[:-1])
+
+
+def assembler_report(ptx: str) -> str:
     triton = pytest.importorskip("triton")
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     line = [str(assembler), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
-    report = subprocess.run(line, input=ptx, capture_output=True, text=True, check=True).stderr
-    return sum(int(part.split()[-1]) for part in report.split(" bytes spill stores")[:-1])
+    return subprocess.run(line, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 def waits_before_it_writes(ptx: str) -> bool:

@@ -12,7 +12,7 @@ def run_interpreted(module: str, function: str, *folders: Path) -> None:
     folders: where that function finds modules, besides the repository's own.
     """
     code = (
-        "from tests.kernels.interpreted import take_scalars_as_bounds; take_scalars_as_bounds(); "
+        "from tests.kernels import interpreted; interpreted.take_scalars_as_bounds(); interpreted.patch_once(); "
         f"from {module} import {function}; {function}()"
     )
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", *folders)))
@@ -31,3 +31,23 @@ def take_scalars_as_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def patch_once() -> None:
+    """Let the interpreter make its changes to triton's language for good, not for the time of every call.
+
+    It goes through all of the language before and after each function that a kernel calls: that takes longer than most
+    of them. No code of these processes needs the language as it was.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_new(fn):
+        module = id(fn.__globals__)
+        if module not in patched:
+            patched.add(module)
+            patch(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_new

@@ -77,36 +77,44 @@ def check_cascade(format_name, dtype, heads, lens, groups, device="cpu", way=cas
     assert_close(way(case, groups), expected, dtype)
 
 
-def check_all(way):
-    half = torch.float16
-    pair, trio = PrefixGroup((1, 4), 3), PrefixGroup((0, 2, 3), 2)
-    lens = [300, 420, 257, 266, 385, 1, 0]
-    check_cascade("no_quant", half, (4, 2, 16), lens, [pair, trio], way=way, granule_tokens=128)
-    check_cascade("int8", half, (16, 1, 16), lens, [trio], way=way, granule_tokens=128)
-    check_cascade("int8", half, (8, 1, 16), lens, [trio], way=way, granule_tokens=128)
-    paged = {"granule_tokens": 64, "paged": True}
-    check_cascade("int4_affine", half, (2, 1, 32), lens[:5], [PrefixGroup((1, 4), 5)], way=way, **paged)
-    check_cascade("no_quant", torch.float32, (4, 1, 8), [1, 2], [], way=way, granule_tokens=128)
-    check_cascade(
-        "no_quant", torch.float32, (6, 2, 8), [300, 270], [PrefixGroup((1, 0), 2)], way=way, granule_tokens=128
-    )
+HALF, SINGLE = torch.float16, torch.float32
+PAIR, TRIO = PrefixGroup((1, 4), 3), PrefixGroup((0, 2, 3), 2)
+LENS = [300, 420, 257, 266, 385, 1, 0]
+WHOLE = {"granule_tokens": 128}
+LONG = [
+    (("no_quant", HALF, (4, 2, 16), LENS, [PAIR, TRIO]), WHOLE),
+    (("int8", HALF, (16, 1, 16), LENS, [TRIO]), WHOLE),
+    (("int8", HALF, (8, 1, 16), LENS, [TRIO]), WHOLE),
+    (("int4_affine", HALF, (2, 1, 32), LENS[:5], [PrefixGroup((1, 4), 5)]), {"granule_tokens": 64, "paged": True}),
+]
+SHORT = [
+    (("no_quant", SINGLE, (4, 1, 8), [1, 2], []), WHOLE),
+    (("no_quant", SINGLE, (6, 2, 8), [300, 270], [PrefixGroup((1, 0), 2)]), WHOLE),
     # Beginnings too short for a block are not shared.
-    check_cascade("no_quant", half, (2, 1, 16), [50, 60], [PrefixGroup((0, 1), 2)], way=way, granule_tokens=16)
+    (("no_quant", HALF, (2, 1, 16), [50, 60], [PrefixGroup((0, 1), 2)]), {"granule_tokens": 16}),
+]
 
 
-def interpret_cascade():
+def interpret_some():
+    interpret_all([*random.sample(LONG, 2), *SHORT])
+
+
+def interpret_all(cases=(*LONG, *SHORT)):
     processors = random.choice([1, 2, 3])
     decode_work.multiprocessors = lambda device: processors
-    check_all(cascade)
+    for arguments, options in cases:
+        check_cascade(*arguments, **options)
 
 
 def test_on_a_cpu():
-    check_all(by_parts)
+    for arguments, options in (*LONG, *SHORT):
+        check_cascade(*arguments, way=by_parts, **options)
 
 
-def test_interpreted():
+@pytest.mark.parametrize("cases", ["interpret_some", pytest.param("interpret_all", marks=pytest.mark.slow)])
+def test_interpreted(cases):
     pytest.importorskip("triton")
-    run_interpreted("tests.kernels.test_cascade_decode", "interpret_cascade")
+    run_interpreted("tests.kernels.test_cascade_decode", cases)
 
 
 @pytest.mark.gpu

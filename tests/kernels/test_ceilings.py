@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreted import run_interpreted
+from tests.support.cases import some_pairs
 from tests.support.warm import ROOT, run_script
 
 SCRIPTS = ROOT / "kernels" / "benchmarks"
@@ -74,14 +75,17 @@ def test_what_cannot_be_read_whole_is_refused(kernels):
         kernels.read_flat(random_words(65), sums, schedule)
 
 
-@pytest.mark.parametrize(("tile", "piece"), [(1, 2048), (1, 8192), (32, 64), (128, 64), (512, 16)])
-@pytest.mark.parametrize("stages", [1, 3])
-def test_loads_are_of_16_bytes_on_hopper(kernels, tile, piece, stages):
+TILES = [(1, 2048), (1, 8192), (32, 64), (128, 64), (512, 16)]
+
+
+@pytest.mark.parametrize(("tiles", "stages"), some_pairs(TILES, [1, 3]), ids=str)
+def test_loads_are_of_16_bytes_on_hopper(kernels, tiles, stages):
+    """tiles: rows, and the words of each that are read."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = kernels.read_kernel
+    kernel, (tile, piece) = kernels.read_kernel, tiles
     constants = {"PIECE": piece, "TILE": tile, "STAGES": stages}
     types = {"words": "*i32", "sums": "*i64"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}

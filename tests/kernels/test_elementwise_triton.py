@@ -8,6 +8,7 @@ from bladellm_kernels.row_codes import LARGEST, row_codes
 from tests.kernels.conditions import DTYPES, assert_close
 from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
 from tests.kernels.interpreted import run_interpreted
+from tests.support.cases import some_pairs
 
 WIDTHS = [1, 7, 64, 200]
 
@@ -129,8 +130,7 @@ def test_the_kernels_give_the_same_interpreted():
     run_interpreted(__name__, "interpreted")
 
 
-@pytest.mark.parametrize("rows", [8, 1024])
-@pytest.mark.parametrize("code_type", [None, *LARGEST], ids=str)
+@pytest.mark.parametrize(("code_type", "rows"), some_pairs([None, *LARGEST], [8, 1024]), ids=str)
 def test_norms_and_silu_mul_compile_for_hopper(rows, code_type):
     """16 bytes at a time, no spills, and no store before the wait."""
     pytest.importorskip("triton")

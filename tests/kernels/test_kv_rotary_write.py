@@ -19,7 +19,7 @@ from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_wri
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, memory, numbers
 from tests.kernels.test_kv_write import LAYOUTS, same_bits, tokens_of, twin, written
-from tests.support.cases import some_of
+from tests.support.cases import some_of, some_pairs
 
 FORMATS = list(KV_FORMATS)
 TYPES = (torch.float32, torch.float16)
@@ -244,11 +244,14 @@ def test_the_kernel_gives_the_same_interpreted(cases):
     run_interpreted("tests.kernels.test_kv_rotary_write", cases)
 
 
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", ["no_quant", "int8", "int4_affine", "fp8_e4m3"])
-def test_the_kernel_compiles_for_hopper(name, dim, rotate):
+COMPILED = ["no_quant", "int8", "int4_affine", "fp8_e4m3"]
+
+
+@pytest.mark.parametrize(("name", "way"), some_pairs(COMPILED, product([64, 128], [False, True])), ids=str)
+def test_the_kernel_compiles_for_hopper(name, way):
+    """way: the head dimension, and whether keys are rotated."""
     pytest.importorskip("triton")
+    dim, rotate = way
     from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
     dtype = torch.bfloat16

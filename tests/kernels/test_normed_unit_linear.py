@@ -15,6 +15,7 @@ from tests.kernels.hopper import compiled_launches, spilled
 from tests.kernels.test_normed_linear import rms
 from tests.kernels.test_unit_linear import MIDDLE, layer
 from tests.kernels.units_in_python import run_units_in_python
+from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
@@ -130,8 +131,7 @@ def test_the_stream_is_rounded_once_and_normed(bits, rows, columns, groups, zero
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16, 32])
-@pytest.mark.parametrize("name", LLAMA_8B)
+@pytest.mark.parametrize(("name", "tokens"), some_pairs(LLAMA_8B, [1, 8, 16, 32]))
 def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, monkeypatch):
     """As launched on an H200 for the layers of Llama-3.1-8B, of fewer outputs."""
     from bladellm_kernels import ring_launch, unit_call, unit_launch

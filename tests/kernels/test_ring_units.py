@@ -12,6 +12,7 @@ from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.hopper import compiled_launches, spilled
 from tests.kernels.test_unit_linear import MIDDLE, layer
+from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
@@ -87,14 +88,16 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     check(weight, x, codes, scales, points, torch.randn(rows).bfloat16() if zeros else None, schedule)
 
 
-@pytest.mark.parametrize(("groups", "zeros"), [(32, False), (64, True), (1, False)])
-@pytest.mark.parametrize(
-    "schedule",
-    [Ring(64, 8, 4, 6), Ring(128, 32, 8, 3), Ring(128, 64, 8, 2), Ring(256, 64, 8, 3, 1, fold=True)],
-    ids=str,
-)
-def test_codes_go_through_shared_matrices_into_registers(groups, zeros, schedule):
-    """Nothing is spilled, the weight is on its way before the inputs are ready, and codes are read by ldmatrix."""
+COMPILED = [Ring(64, 8, 4, 6), Ring(128, 32, 8, 3), Ring(128, 64, 8, 2), Ring(256, 64, 8, 3, 1, fold=True)]
+
+
+@pytest.mark.parametrize(("schedule", "factors"), some_pairs(COMPILED, [(32, False), (64, True), (1, False)]), ids=str)
+def test_codes_go_through_shared_matrices_into_registers(schedule, factors):
+    """Nothing is spilled, the weight is on its way before the inputs are ready, and codes are read by ldmatrix.
+
+    factors: groups of a row, and whether they have zero points.
+    """
+    groups, zeros = factors
     from bladellm_kernels import unit_call
     from bladellm_kernels.unit_linear import unit_linear
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bladellm_runtime.errors import CheckpointError
-from bladellm_runtime.lora.loader import AdapterLoader
+from bladellm_runtime.lora.broken_folders import state_of
+from bladellm_runtime.lora.loader import AdapterLoader, Outcome
 from bladellm_runtime.lora.peft_folder import AdapterReader, empty_adapter
 from bladellm_runtime.lora.policy import AdapterPolicy
 from bladellm_runtime.lora.store import AdapterStore
@@ -35,6 +36,8 @@ class Numbered(AdapterReader):
             raise CheckpointError(f"{folder} is broken")
         if folder.name == "surprising":
             raise RuntimeError("out of ideas")
+        if folder.name == "unreadable":
+            raise CheckpointError(f"{folder} cannot be read") from OSError("too many open files")
         target.numbers.fill_(int(folder.name))
         target.scales.fill_(int(folder.name))
 
@@ -103,11 +106,12 @@ def test_200_adapters_come_and_go_and_every_request_is_served(store, monkeypatch
 
 
 def test_an_adapter_that_cannot_be_read_leaves_slot_and_memory(store):
-    for name in ("broken", "surprising"):
+    for name in ("broken", "surprising", "unreadable"):
         assert store.acquire(name)
         assert store.acquire(name)
         (outcome,) = wait_for(store, name)
         assert name in str(outcome.error)
+        assert (outcome.broken is not None) == (name == "broken"), "the others may be there at the next attempt"
         assert store.ready_slot(name) is None
         store.release(name)
         store.release(name)
@@ -146,14 +150,16 @@ def test_folders_reach_their_slots(table, tmp_path):
     store = AdapterStore(AdapterPolicy(1, 1), AdapterLoader(memory, AdapterReader(spec, memory.layout)))
     adapter = str(save_adapter(tmp_path / "adapter", model))
     assert store.acquire(adapter)
-    assert wait_for(store, adapter)[0].error is None
+    assert wait_for(store, adapter)[0] == Outcome(adapter, None, None)
     assert memory.numbers[0].abs().sum() > 0
     assert (memory.scales[0] == 1.5).all()
     store.release(adapter)
     (tmp_path / "adapter" / CONFIG).unlink()
     assert store.unload(adapter)
     assert store.acquire(adapter)
-    assert "missing" in str(wait_for(store, adapter)[0].error)
+    (outcome,) = wait_for(store, adapter)
+    assert "missing" in str(outcome.error)
+    assert outcome.broken == state_of(tmp_path / "adapter")
     store.close()
 
 

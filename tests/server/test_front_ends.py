@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -117,6 +118,7 @@ def test_metrics_are_sums_over_the_processes_and_never_go_back(server):
             now = {name: values.get(f"blade_llm:{name}", 0.0) for name in names}
             assert [name for name in names if now[name] < last[name]] == []
             last = now
+            time.sleep(0.02)
         assert [future.result() for future in asked] == [None] * 40
     until(lambda: server.metrics()["blade_llm:request_success_total"] == 40)
     for _ in range(10):

@@ -1,10 +1,16 @@
 """Samples of cases: the default run takes these, `make test-all` takes all."""
 
+import os
+import random
+import uuid
 from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any
 
 import pytest
+
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+"""Of this run of the tests: all its processes must draw the same cases."""
 
 
 def some_of(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
@@ -12,10 +18,22 @@ def some_of(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
     return [case if case in sample else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def drawn_of(cases: Iterable[Any], count: int, always: Collection[Any] = ()) -> list[Any]:
+    """All cases; in the default run only those of `always` and `count` others, which every run draws anew."""
+    cases = list(cases)
+    others = [index for index, case in enumerate(cases) if case not in always]
+    drawn = random.Random(f"{RUN} {cases}").sample(others, count)
+    return [
+        case if index in drawn or index not in others else pytest.param(case, marks=pytest.mark.slow)
+        for index, case in enumerate(cases)
+    ]
+
+
 def some_pairs(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """All pairs; in the default run only a diagonal, in which each of both occurs."""
+    """All pairs; in the default run only a diagonal, in which each of both occurs. Every run draws another one."""
     first, second = list(first), list(second)
-    kept = {(i % len(first), i % len(second)) for i in range(max(len(first), len(second)))}
+    shift = random.Random(f"{RUN} {first} {second}").randrange(len(second))
+    kept = {(i % len(first), (i + shift) % len(second)) for i in range(max(len(first), len(second)))}
     return [
         pytest.param(one, other, marks=() if (i, j) in kept else pytest.mark.slow)
         for (i, one), (j, other) in product(enumerate(first), enumerate(second))

@@ -4,15 +4,19 @@
 
 - `deaf`: the step that sets it off is the last order that a rank takes, but it goes on reporting that it is alive
 - `dead`: every other rank exits when it has been told what to do, before it says anything
+- `killed_reading`: every other rank is killed in the middle of reading an adapter
 - `other_flags`: every other rank was started with another --max_running_requests
 """
 
 import dataclasses
+import os
+import signal
 import sys
 import time
 from typing import Any
 
 from bladellm_runtime.engine import process, rank_process
+from bladellm_runtime.lora.peft_folder import AdapterReader
 from bladellm_runtime.ranks import launch
 from bladellm_runtime.ranks.channel import PlanReceiver
 from bladellm_runtime.ranks.messages import RunStep
@@ -38,7 +42,16 @@ def change_flags() -> None:
     rank_process.flags_of = lambda args: flags_of(dataclasses.replace(args, max_running_requests=7))
 
 
-OWN = {"deaf": go_deaf, "dead": lambda: sys.exit(3), "other_flags": change_flags}
+def die_reading() -> None:
+    def read(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    AdapterReader.read = read
+
+
+OWN = {
+    "deaf": go_deaf, "killed_reading": die_reading, "dead": lambda: sys.exit(3), "other_flags": change_flags,
+}  # fmt: skip
 
 
 def main(fault: str, rank: bool) -> int:

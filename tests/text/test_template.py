@@ -61,7 +61,7 @@ def test_renders_like_transformers(source, reference):
 def test_endless_templates_end_at_the_time_limit(source):
     begin = time.monotonic()
     with pytest.raises(TemplateLimitError, match="ran for more than"):
-        ChatTemplate(source).render({"messages": []}, seconds=0.3)
+        ChatTemplate(source).render({"messages": []}, seconds=0.1)
     assert time.monotonic() - begin < 5
 
 

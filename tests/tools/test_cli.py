@@ -15,6 +15,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import CheckpointError
 from bladellm_tools import cli
 from bladellm_tools.flags import flags_of
+from tests.support.cases import some_pairs
 from tests.tools.command import ENTRY_POINTS, ROOT, command, run, run_forked, run_on_terminal
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "uvicorn", "aiohttp", "matplotlib")
@@ -45,8 +46,7 @@ def test_help_and_version_import_nothing_heavy(program: str, arguments: list[str
 )
 def test_help_is_quick(arguments: list[str]) -> None:
     """Processor time, not the clock's: it is the same on an idle machine, and tests share theirs."""
-    best = min(processor_seconds(arguments) for _ in range(5))
-    assert best <= QUICK_SECONDS
+    assert any(processor_seconds(arguments) <= QUICK_SECONDS for _ in range(5))
 
 
 def processor_seconds(arguments: list[str]) -> float:
@@ -79,8 +79,7 @@ def test_umbrella_help_names_every_command() -> None:
     assert words == set(cli.commands_of(None))
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(("name", "columns"), some_pairs(cli.COMMANDS, [80, 120]))
 def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
     shown = run_on_terminal("blade_llm", *name.split(), "--help", columns=columns)
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
@@ -92,7 +91,7 @@ def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_in_a_pipe_is_plain(name: str) -> None:
-    done = run("blade_llm", *name.split(), "--help")
+    done = run_forked("blade_llm", *name.split(), "--help")
     assert done.stdout.isascii()
     assert all(f"--{item.name}" in done.stdout for item in cli.COMMANDS[name].flags)
     assert all(item.help.split()[0] in done.stdout for item in cli.COMMANDS[name].flags)

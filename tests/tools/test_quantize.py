@@ -206,7 +206,7 @@ def test_the_recipe_of_the_demo_works(tmp_path, capsys) -> None:
 
 
 def test_help_is_quick() -> None:
-    assert min(processor_seconds(["blade_llm_quantize", "--help"]) for _ in range(5)) <= QUICK_SECONDS
+    assert any(processor_seconds(["blade_llm_quantize", "--help"]) <= QUICK_SECONDS for _ in range(5))
 
 
 def test_times_in_words() -> None:
