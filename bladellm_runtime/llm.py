@@ -15,7 +15,7 @@ from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams, check_cache_salt
 from bladellm_runtime.text.stream import TextDelta, TextStream
 from bladellm_runtime.text.tokenizer import Tokenizer
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, TokenLogprobs
+from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, TokenLogprobs, one_by_one
 
 PREPARING_SECONDS = 0.001
 """How long to leave the processor to threads that compile constraints and load adapters, before looking whether they
@@ -131,8 +131,8 @@ class LLM:
             self._dispatch(self._engine.core.add(request), choices)
         return output
 
-    def _dispatch(self, deltas: list[RequestDelta], choices: dict[int, _Choice]) -> None:
-        for delta in deltas:
+    def _dispatch(self, deltas: Sequence[Delta], choices: dict[int, _Choice]) -> None:
+        for delta in one_by_one(deltas):
             choice = choices.get(delta.request_id)
             if choice is None:
                 continue

@@ -3,7 +3,6 @@
 from collections import deque
 from typing import Protocol
 
-import numpy as np
 import torch
 from bladellm_kernels.sample_step import SampleRows, Stage
 from torch import Tensor
@@ -48,7 +47,7 @@ class GreedySampling:
         self.logits = torch.zeros(max_size, state.vocab_size, dtype=torch.float32, device=last_token.device)
 
     def stage(self, slots: Ints) -> int | None:
-        return None if self._state.flags[slots].any() else 0
+        return None if self._state.flags_of(slots) else 0
 
     def sample(self, stage: int, logits: Tensor, arrays: DecodeArrays) -> None:
         peaks, tokens = logits.max(dim=-1)
@@ -76,7 +75,7 @@ class KernelSampling:
         self.logits = torch.zeros(max_size, state.vocab_size, dtype=dtype, device=last_token.device)
 
     def stage(self, slots: Ints) -> int | None:
-        flags = int(np.bitwise_or.reduce(self._state.flags[slots]))
+        flags = self._state.flags_of(slots)
         if flags & LOGPROBS:
             return None
         self._uploads.append(self._state.flush())

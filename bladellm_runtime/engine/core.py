@@ -18,7 +18,7 @@ from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, MoveAdapter, RequestDelta, front_end_of
+from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, MoveAdapter, RequestDelta, front_end_of
 
 
 class Runner(Protocol):
@@ -135,13 +135,13 @@ class EngineCore:
         live = [*self._room.request_ids, *self._scheduler.live_ids]
         return self.abort([item for item in live if front_end_of(item) == front_end])
 
-    def step(self) -> list[RequestDelta]:
+    def step(self) -> list[Delta]:
         """Launch the next step if there is one, then complete the oldest in flight if it is due.
 
         Raises `DeviceLostError` when the device can do no more, `StepMemoryError` when no step fits into its memory.
         """
         with self._noting_loss():
-            deltas = self._let_in() if self._room else []
+            deltas: list[Delta] = [*self._let_in()] if self._room else []
             return deltas + self._step_or_recover()
 
     @contextmanager
@@ -153,8 +153,8 @@ class EngineCore:
             self._device_lost = True
             raise
 
-    def _step_or_recover(self) -> list[RequestDelta]:
-        deltas: list[RequestDelta] = []
+    def _step_or_recover(self) -> list[Delta]:
+        deltas: list[Delta] = []
         try:
             self._step(deltas)
         except StepMemoryError as error:
@@ -179,7 +179,7 @@ class EngineCore:
         self._room.ready.clear()
         return deltas
 
-    def _step(self, deltas: list[RequestDelta]) -> None:
+    def _step(self, deltas: list[Delta]) -> None:
         """`step`, without what comes before and after; adds to `deltas` what was completed, also where it raises."""
         start = time.monotonic()
         plan = self._scheduler.plan()
@@ -193,7 +193,7 @@ class EngineCore:
         if self._unsampled is not None:
             self._sample(self._unsampled, deltas)
 
-    def _sample(self, plan: StepPlan, deltas: list[RequestDelta]) -> None:
+    def _sample(self, plan: StepPlan, deltas: list[Delta]) -> None:
         """Sample the step launched last, once the tokens that its masks rest on are there.
 
         They mostly are: the step that brings them has just been completed. Only one of several micro-batches whose
@@ -223,7 +223,7 @@ class EngineCore:
         self._in_flight.append((plan, launched))
         self._unsampled = plan if plan.constrained else None
 
-    def _complete_oldest(self) -> list[RequestDelta]:
+    def _complete_oldest(self) -> list[Delta]:
         # A step whose result cannot be read stays: `_recover` finds it there.
         plan, launched = self._in_flight[0]
         result = self._runner.collect(launched)
@@ -236,9 +236,9 @@ class EngineCore:
             self.watch(plan, self._scheduler.last_step_seconds)
         return deltas
 
-    def _recover(self, recovery: MemoryRecovery, error: StepMemoryError) -> list[RequestDelta]:
+    def _recover(self, recovery: MemoryRecovery, error: StepMemoryError) -> list[Delta]:
         """Complete the steps before the one without a result, drop those behind it, and let the recovery go on."""
-        deltas: list[RequestDelta] = []
+        deltas: list[Delta] = []
         with suppress(StepMemoryError):
             while self._in_flight and self._in_flight[0][0] is not self._unsampled:
                 deltas += self._complete_oldest()

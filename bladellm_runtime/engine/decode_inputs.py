@@ -1,5 +1,6 @@
 """What a captured decode step reads: arrays that stay where they are, filled by one copy a step and padded."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from bladellm_kernels.prefix_groups import PrefixGroup
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bladellm_runtime.engine.host_ring import HostRing
+from bladellm_runtime.engine.host_ring import HostBuffer, HostRing, Leading
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.scheduler.plan import StepPlan
@@ -19,22 +20,33 @@ from bladellm_runtime.scheduler.plan import StepPlan
 class DecodeArrays(NamedTuple):
     """int64 [size] each, static device memory; a row is a sequence's newest token.
 
-    slots: where the row's token comes from and its successor goes; in padding, a slot nobody has. positions: of the
-    token. kv_rows, granule_rows: as in `ForwardBatch`, -1 in padding, which stores nothing. base_rows, table_slots:
-    what decode attention calls base rows and slots. kv_lens: with the token itself; 0 in padding, which reads nothing.
+    positions: of the token. kv_lens: with the token itself; 0 in padding, which reads nothing. kv_rows, granule_rows:
+    as in `ForwardBatch`, -1 in padding, which stores nothing. slots: where the row's token comes from and its successor
+    goes; in padding, a slot nobody has. base_rows, table_slots: what decode attention calls base rows and slots.
     sampling_slots: slots, -1 in padding. adapters: the slots of LoRA adapters, -1 for none and in padding; undefined
-    where no row has one.
+    where no row has one. From `slots` on they are the same for all steps of the same rows.
     """
 
-    slots: Tensor
     positions: Tensor
+    kv_lens: Tensor
     kv_rows: Tensor
     granule_rows: Tensor
+    slots: Tensor
     base_rows: Tensor
-    kv_lens: Tensor
     table_slots: Tensor
     sampling_slots: Tensor
     adapters: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Filled:
+    """What a host buffer is filled with. rows: int64 [fields, size], in the order of `DecodeArrays`. slots: of the rows
+    that are no padding. offsets: int64 [3, rows], what the rows' positions are added to for the fields before
+    `granule_rows`."""
+
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    offsets: NDArray[np.int64]
 
 
 class DecodeInputs:
@@ -49,11 +61,13 @@ class DecodeInputs:
         layer = arena.layer(0)
         self._tabled, self._paged = layer.table is not None, layer.paged
         # In the order of the fields of `DecodeArrays`.
-        self._padding = np.array([[self.padding_slot], [0], [-1], [-1], [0], [0], [0], [-1], [-1]], dtype=np.int64)
+        self._padding = np.array([[0], [0], [-1], [-1], [self.padding_slot], [0], [0], [-1], [-1]], dtype=np.int64)
         self._members = members
         length = fields * max_size + (fields_length(max_size, members) if members else 0)
         self._static = torch.zeros(length, dtype=torch.int64, device=arena.device)
+        self._sent = Leading(self._static)
         self._host = HostRing(length, arena.device, in_flight)
+        self._filled: dict[HostBuffer, Filled] = {}
         self._packed = np.empty(0, dtype=np.int64)
         self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
         self.slots = np.empty(0, dtype=np.int64)
@@ -100,19 +114,19 @@ class DecodeInputs:
         """
         buffer = self._host.next()
         length = len(self._padding) * size
-        rows = 0 if plan is None else len(plan.slots)
-        host = buffer.array[:length].reshape(-1, size)
-        host[:, rows:] = self._padding
         self.adapted = adapters is not None
-        if plan is not None:
-            self._fill(host[:, :rows], plan)
+        if plan is None:
+            self._filled.pop(buffer, None)
+            buffer.array[:length].reshape(-1, size)[:] = self._padding
+        else:
+            filled = self._fill(buffer, plan, size)
             if adapters is not None:
-                host[-1, :rows] = adapters
+                filled.rows[-1, : len(adapters)] = adapters
             elif plan.prefixes:
                 packed = self._pack(plan.prefixes, size)
                 buffer.array[length : length + len(packed)] = packed
                 length += len(packed)
-        self._static[:length].copy_(buffer.tensor[:length], non_blocking=True)
+        self._sent(length).copy_(buffer.numbers(length), non_blocking=True)
         buffer.mark()
 
     def _pack(self, groups: tuple[PrefixGroup, ...], size: int) -> NDArray[np.int64]:
@@ -123,12 +137,24 @@ class DecodeInputs:
             self._packed_for = groups, size
         return self._packed
 
-    def _fill(self, host: NDArray[np.int64], plan: StepPlan) -> None:
-        """host: [fields, rows]."""
-        self.slots = slots = np.array(plan.slots, dtype=np.int64)
-        positions = np.array(plan.starts, dtype=np.int64)
+    def _fill(self, buffer: HostBuffer, plan: StepPlan, size: int) -> Filled:
+        """Of rows that the buffer has already only what is new in every step."""
+        self.slots, starts = plan.slots, plan.starts
+        filled = self._filled.get(buffer)
+        # Arenas that do not share granules move slots.
+        if filled is None or filled.slots is not plan.slots or filled.rows.shape[1] != size or not self._arena.shares:
+            filled = self._filled[buffer] = self._fill_anew(buffer, plan.slots, size)
+        rows = len(starts)
+        np.add(starts, filled.offsets, out=filled.rows[:3, :rows])
+        if self._tabled:
+            granule_rows = self._arena.granule_rows(plan.slots, starts)
+            filled.rows[2 if self._paged else 3 : 4, :rows] = granule_rows
+        return filled
+
+    def _fill_anew(self, buffer: HostBuffer, slots: NDArray[np.int64], size: int) -> Filled:
+        """All that does not depend on positions."""
+        host = buffer.array[: len(self._padding) * size].reshape(-1, size)
+        host[:] = self._padding
         base_rows = self._arena.base_rows(slots)
-        granule_rows = self._arena.granule_rows(slots, positions) if self._tabled else -1
-        kv_rows = granule_rows if self._paged else base_rows + positions
-        for row, values in enumerate((slots, positions, kv_rows, granule_rows, base_rows, positions + 1, slots, slots)):
-            host[row] = values
+        host[4:8, : len(slots)] = (slots, base_rows, slots, slots)
+        return Filled(host, slots, np.stack((np.zeros_like(slots), np.ones_like(slots), base_rows)))

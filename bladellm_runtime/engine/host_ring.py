@@ -7,13 +7,28 @@ import torch
 from numpy.typing import NDArray
 
 
+class Leading:
+    """The first rows of a tensor: for as many as the last time the same view, since torch takes microseconds to make
+    one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = self._view = tensor
+        self._count = len(tensor)
+
+    def __call__(self, count: int) -> torch.Tensor:
+        if count != self._count:
+            self._view, self._count = self._tensor[:count], count
+        return self._view
+
+
 class HostBuffer:
-    """int64 host memory, pinned for a CUDA device; `array` is the same memory for numpy."""
+    """int64 host memory, pinned for a CUDA device, as its first `numbers`; `array` is the same memory for numpy."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.tensor = torch.zeros(length, dtype=torch.int64, pin_memory=cuda)
-        self.array: NDArray[np.int64] = self.tensor.numpy()
+        tensor = torch.zeros(length, dtype=torch.int64, pin_memory=cuda)
+        self.numbers = Leading(tensor)
+        self.array: NDArray[np.int64] = tensor.numpy()
         self.copied: Any = torch.cuda.Event() if cuda else None
 
     def mark(self, stream: torch.cuda.Stream | None = None) -> None:

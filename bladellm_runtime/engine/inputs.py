@@ -77,7 +77,7 @@ class FlatPlan:
     granule_rows: IntArray | None
     logit_tokens: IntArray
     prefills: list[PrefillRow]
-    sampling_rows: list[int]
+    sampling_rows: IntArray
     scores: list[PromptScore]
     sampled: SequenceEnds
     adapters: IntArray | None = None
@@ -110,10 +110,8 @@ def flatten(
 ) -> FlatPlan:
     """Lay a plan's tokens side by side; the plan's memory operations must have been submitted. `tokens`: by slot;
     `adapters`: by row."""
-    slots = np.array(plan.slots, dtype=np.int64)
+    slots, starts, query_lens = plan.slots, plan.starts, plan.query_lens
     base_rows = arena.base_rows(slots)
-    starts = np.array(plan.starts, dtype=np.int64)
-    query_lens = np.array(plan.query_lens, dtype=np.int64)
     ends = np.cumsum(query_lens)
     positions = np.arange(int(ends[-1]), dtype=np.int64) + np.repeat(starts - (ends - query_lens), query_lens)
     layer = arena.layer(0)
@@ -123,11 +121,11 @@ def flatten(
         kv_rows = granule_rows
     count = plan.num_decode
     prompt_ids, prefills, scores = _prefill_rows(plan, tokens, ends, base_rows)
-    sampling_rows = [row for row, samples in enumerate(plan.samples) if samples]
+    sampling_rows = np.flatnonzero(plan.samples)
     kv_lens = starts + query_lens
     return FlatPlan(
         num_decode=count,
-        decode_slots=slots[:count],
+        decode_slots=slots[:count].copy(),  # the plan's must not be written to: torch warns of tensors over them
         decode_base_rows=base_rows[:count],
         decode_kv_lens=starts[:count] + 1,
         prompt_ids=prompt_ids,
@@ -203,20 +201,20 @@ def _prefill_rows(
     prefills: list[PrefillRow] = []
     scores: list[PromptScore] = []
     for row in range(plan.num_decode, len(plan.slots)):
-        known = tokens[plan.slots[row]]
+        slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.query_lens[row])
+        known = tokens[slot]
         if known is None:
-            raise RuntimeError(f"step {plan.step} prefills slot {plan.slots[row]}, which was never loaded")
-        start, count = plan.starts[row], plan.query_lens[row]
+            raise RuntimeError(f"step {plan.step} prefills slot {slot}, which was never loaded")
         first = int(ends[row]) - count
         chunks.append(known.ids[start : start + count])
-        prefills.append(PrefillRow(first, count, start, int(base_rows[row]), plan.slots[row]))
+        prefills.append(PrefillRow(first, count, start, int(base_rows[row]), slot))
         targets = known.ids[start + 1 : min(start + count + 1, known.prompt_len)]
         if known.prompt_logprobs is not None and len(targets):
             scores.append(PromptScore(row, first, targets, known.prompt_logprobs))
     return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64), prefills, scores
 
 
-def _logit_tokens(ends: IntArray, sampling_rows: list[int], scores: list[PromptScore]) -> IntArray:
+def _logit_tokens(ends: IntArray, sampling_rows: IntArray, scores: list[PromptScore]) -> IntArray:
     """The last token of each sampling row first, then the tokens of scored prompts."""
     parts = [ends[sampling_rows] - 1]
     parts += [np.arange(score.first, score.first + len(score.targets), dtype=np.int64) for score in scores]

@@ -42,7 +42,7 @@ class LaunchTimer:
         waited: the device had nothing to do by then. late: because the step before had ended meanwhile.
         """
         self._known.append(not waited)
-        prompts = _has_prompts(plan)
+        prompts = plan.has_prompts
         self._host[prompts] = max(seconds, self._host[prompts] + FALL * (seconds - self._host[prompts]))
         longest = max(self._seconds.values(), default=0.0)
         wanted = self._margin * (GROWTH if late else DECAY)
@@ -64,15 +64,11 @@ class LaunchTimer:
 
     def _expected(self, plan: StepPlan) -> float:
         seconds = self._seconds.get(_kind(plan))
-        if seconds is None and _has_prompts(plan) and self._cost is not None:
+        if seconds is None and plan.has_prompts and self._cost is not None:
             return 1e-3 * SURE_SHARE * self._cost.milliseconds(plan.load)
         return seconds or 0.0
 
 
-def _has_prompts(plan: StepPlan) -> bool:
-    return plan.num_decode < len(plan.slots)
-
-
 def _kind(plan: StepPlan) -> tuple[bool, bool, int]:
     """The same for steps that take about as long."""
-    return _has_prompts(plan), bool(plan.prefixes), bisect.bisect_left(SIZES, sum(plan.query_lens))
+    return plan.has_prompts, bool(plan.prefixes), bisect.bisect_left(SIZES, plan.tokens)

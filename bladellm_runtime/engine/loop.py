@@ -9,6 +9,7 @@ from bladellm_runtime.wire.messages import (
     AbortRequests,
     AddRequest,
     AttachFrontEnd,
+    Delta,
     FrontMessage,
     MoveAdapter,
     RequestDelta,
@@ -48,7 +49,7 @@ class EngineLoop:
     def run(self) -> None:
         """Loop until stopped. Raises whatever a step raises: the caller reports it and ends the process."""
         while not self._stop.is_set():
-            deltas = self._receive(self._patience())
+            deltas: list[Delta] = [*self._receive(self._patience())]
             while not self._stop.is_set() and (spare := self._core.spare_seconds()) > 0:
                 deltas += self._receive_within(spare)
             deltas += self._step()
@@ -92,7 +93,7 @@ class EngineLoop:
                 self.stop()
                 return []
 
-    def _step(self) -> list[RequestDelta]:
+    def _step(self) -> list[Delta]:
         now = time.monotonic()
         if self._core.idle:
             self._last_progress = now

@@ -12,7 +12,7 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.prepared import NO_ADAPTER, Prepared
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, fit_step_cost
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 SECONDS = 0.8
 """After this long no more prompts are started."""
@@ -91,7 +91,7 @@ class StepProbe:
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """Take a completed step."""
-        if len(plan.slots) > plan.num_decode:
+        if plan.has_prompts:
             self.measured.append((plan.load, 1e3 * seconds))
 
     def add(self, tokens: int) -> None:
@@ -110,7 +110,7 @@ class StepProbe:
         """Add a request and step until its first token is there."""
         self.add(tokens)
         newest = self._running[-1]
-        while not any(delta.request_id == newest for delta in self._core.step()):
+        while not any(delta.request_id == newest for delta in one_by_one(self._core.step())):
             pass
 
     def finish(self) -> None:

@@ -258,17 +258,17 @@ class ModelRunner:
         if self._sampler is None:
             return self._finish(plan, flat, self._model.decode(inputs.batch), inputs)
         sample = partial(self._sample, self._model.decode(inputs.batch))
-        return RunningStep(plan, flat.sampling_rows, sample, keep=[inputs])
+        return RunningStep(plan, sample, keep=[inputs])
 
     def _finish(self, plan: StepPlan, flat: FlatPlan, hidden: torch.Tensor, inputs: StepInputs | None) -> RunningStep:
         """hidden: of `flat.logit_tokens`, [R, hidden size]; of all tokens where other stages are behind this one."""
         if self._sampler is None:
             self._stage.send(hidden)
-            return RunningStep(plan, (), keep=[inputs, hidden])
+            return RunningStep(plan, keep=[inputs, hidden])
         count = len(flat.sampling_rows)
         sample = partial(self._sample, self._model.logits(hidden[:count]))
         scored = score_prompts(self._model, hidden[count:], flat.scores) if flat.scores else []
-        return RunningStep(plan, flat.sampling_rows, sample, scored=scored, keep=[inputs, hidden])
+        return RunningStep(plan, sample, scored=scored, keep=[inputs, hidden])
 
     def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int, adapters: Ints | None) -> RunningStep:
         """The forward pass of decode rows, padded to `size`."""
@@ -281,8 +281,8 @@ class ModelRunner:
         logits = graphs.forward(plan, size)
         if self._sampler is None:
             self._stage.send(logits)
-            return RunningStep(plan, ())
-        return RunningStep(plan, range(rows), partial(self._sample_replayed, graphs, size, logits))
+            return RunningStep(plan)
+        return RunningStep(plan, partial(self._sample_replayed, graphs, size, logits))
 
     def _sample_replayed(
         self, graphs: StepGraphs, size: int, logits: torch.Tensor, step: RunningStep, masks: UploadedMasks | None
@@ -314,7 +314,7 @@ class ModelRunner:
         if outputs is None:
             step.done = self._mark_end()
             return
-        host = buffer.tensor[: len(outputs.tokens)]
+        host = buffer.numbers(len(outputs.tokens))
         if self._copies is None or self._sampled is None:
             outputs.tokens = host.copy_(outputs.tokens)
             return

@@ -113,9 +113,8 @@ class Sampler:
         The loads of the plan must have been given to the state. Steps are prepared and sampled in order.
         """
         keep = self._state.flush()
-        sampling = np.flatnonzero(np.array(plan.samples, dtype=np.bool_))
-        slots = np.array(plan.slots, dtype=np.int64)[sampling]
-        positions = (np.array(plan.starts, dtype=np.int64) + np.array(plan.query_lens, dtype=np.int64))[sampling]
+        slots = plan.slots[plan.samples]
+        positions = (plan.starts + plan.query_lens)[plan.samples]
         plan_rows = self._plan_rows if self._state.parameters is None else self._plan_kernel_rows
         return plan_rows(slots, positions, keep)
 

@@ -71,6 +71,7 @@ class SamplingState:
         self.biases: dict[int, SparseBias] = {}
         self._eos = tuple(eos_token_ids)
         self._pending: dict[int, SlotLoad] = {}
+        self._united: tuple[Ints, int] | None = None
         self._entropy = random.SystemRandom()
         # A CPU pays for memory when it is touched, a CUDA device when it is allocated: there at the start, in view of
         # the memory table, rather than in the middle of serving.
@@ -108,6 +109,7 @@ class SamplingState:
         """A request takes a slot, new or resumed. The device is written by the next `flush`."""
         slot, params = load.slot, load.params
         self._pending[slot] = load
+        self._united = None
         self.prompt_lens[slot] = load.prompt_len
         self.min_tokens[slot] = params.min_tokens
         self.top_logprobs[slot] = 0 if params.logprobs is None else min(params.logprobs, self.vocab_size)
@@ -117,6 +119,12 @@ class SamplingState:
         if params.logit_bias or params.min_tokens:
             self.biases[slot] = self._sparse_bias(params)
         self.flags[slot] = self._flags(slot, params)
+
+    def flags_of(self, slots: Ints) -> int:
+        """The flags that any of these slots has; steps of the same rows ask with the same array."""
+        if self._united is None or self._united[0] is not slots:
+            self._united = slots, int(np.bitwise_or.reduce(self.flags[slots]))
+        return self._united[1]
 
     def flush(self) -> list[Tensor]:
         """Write the loads since the last call to the device, in one copy on the current stream, without waiting.

@@ -11,6 +11,7 @@ where a row of the next step has its token from there, or when as many steps as 
 result of which the scheduler had before.
 """
 
+import numpy as np
 import torch
 
 from bladellm_runtime.distributed.links import PipelineLinks
@@ -50,16 +51,13 @@ class TokenOrder:
     """How many steps' tokens the first stage must have before it begins the next one. Steps count from 1."""
 
     def __init__(self, slots: int, in_flight: int) -> None:
-        self._sampled = [0] * slots
+        self._sampled = np.zeros(slots, dtype=np.int64)
         self._in_flight = in_flight
 
     def due(self, plan: StepPlan) -> int:
         """The step up to which it must; called once for every plan, in order."""
-        sampled = self._sampled
-        due = max([sampled[slot] for slot in plan.slots[: plan.num_decode]], default=0)
-        for slot, samples in zip(plan.slots, plan.samples, strict=True):
-            if samples:
-                sampled[slot] = plan.step
+        due = int(self._sampled[plan.slots[: plan.num_decode]].max(initial=0))
+        self._sampled[plan.slots[plan.samples]] = plan.step
         return max(due, plan.step - self._in_flight)
 
 

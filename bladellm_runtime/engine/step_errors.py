@@ -21,7 +21,7 @@ class StepMemoryError(UserError):
     """Memory beside the KV cache ran out in a step, whose results there are none of. `plan`: the step."""
 
     def __init__(self, plan: StepPlan) -> None:
-        tokens = sum(plan.query_lens)
+        tokens = plan.tokens
         advice = "lower --max_gpu_memory_utilization or --ragged_flash_max_batch_tokens"
         super().__init__(f"the engine stopped: a step of {tokens} tokens ran out of memory; {advice}")
         self.plan = plan

@@ -14,6 +14,7 @@ from bladellm_runtime.engine.captured_sampling import CapturedSampling
 from bladellm_runtime.engine.cascade import Cascade, cascade_sizes
 from bladellm_runtime.engine.cuda_capture import Capture, Work, capture_sizes
 from bladellm_runtime.engine.decode_inputs import DecodeInputs
+from bladellm_runtime.engine.host_ring import Leading
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.models.decoder import Decoder
@@ -80,6 +81,7 @@ class StepGraphs:
         self.hidden = None if model.ends.first else torch.zeros(shape, dtype=model.dtype, device=model.device)
         """What the stage before has left, to be filled before `forward`; None on the first stage."""
         self._out = torch.zeros(shape, dtype=model.dtype, device=model.device) if sampling is None else sampling.logits
+        self._left, self._sampled = Leading(self._out), None if sampling is None else Leading(sampling.tokens)
 
     @torch.inference_mode()
     def capture_all(self, capture: Capture) -> bool:
@@ -122,7 +124,7 @@ class StepGraphs:
         """The captured size for a plan; None where it has prefill chunks, more rows than any size, or adapters that no
         captured step adds."""
         rows = len(plan.slots)
-        if plan.num_decode < rows or rows > self._sizes[-1] or (adapted and not self._adapted):
+        if plan.has_prompts or rows > self._sizes[-1] or (adapted and not self._adapted):
             return None
         sizes = sorted(self._cascades) if plan.prefixes and not adapted else self._sizes
         return sizes[bisect.bisect_left(sizes, rows)]
@@ -136,8 +138,9 @@ class StepGraphs:
         elif plan.prefixes:
             self._cascades[size]()
         else:
-            (graph.light if sum(plan.starts) <= LIGHT_TOKENS else graph.forward)()
-        return self._out[: len(plan.slots)]
+            light = graph.light is not graph.forward and plan.starts.sum() <= LIGHT_TOKENS
+            (graph.light if light else graph.forward)()
+        return self._left(len(plan.slots))
 
     def sampling_stage(self) -> int | None:
         """The stage of `sample` for the plan whose inputs were sent last; None where its logits are to be sampled
@@ -147,9 +150,9 @@ class StepGraphs:
     def sample(self, plan: StepPlan, size: int, stage: int) -> Tensor:
         """Queue the captured sampling, which also hands the tokens to the next step. Returns them, int64 [rows], in
         memory that the next step writes to: to be copied away before that samples."""
-        assert self.sampling is not None, "a stage comes from sampling_stage"
+        assert self._sampled is not None, "a stage comes from sampling_stage"
         self._graphs[size].sampling[stage]()
-        return self.sampling.tokens[: len(plan.slots)]
+        return self._sampled(len(plan.slots))
 
     def _capture(self, capture: Capture, size: int) -> StepGraph:
         self.inputs.send(None, size)

@@ -9,7 +9,7 @@ from bladellm_kernels.token_mask import mask_tokens_
 from torch import Tensor
 
 from bladellm_runtime.engine.upload import upload
-from bladellm_runtime.scheduler.plan import TokenMasks
+from bladellm_runtime.scheduler.plan import Ints, TokenMasks
 
 ALL_TOKENS = -1
 
@@ -28,12 +28,12 @@ class UploadedMasks:
         mask_tokens_(logits, self.masks, self.rows)
 
 
-def upload_masks(masks: TokenMasks, sampling_rows: Sequence[int], device: torch.device) -> UploadedMasks | None:
+def upload_masks(masks: TokenMasks, sampling_rows: Ints, device: torch.device) -> UploadedMasks | None:
     """Queue the upload of a step's masks on the current stream; None where it has none. sampling_rows: plan rows of the
     logits, ascending."""
     if not masks.rows:
         return None
-    rows = np.searchsorted(np.array(sampling_rows, dtype=np.int64), np.array(masks.rows, dtype=np.int64))
+    rows = np.searchsorted(sampling_rows, np.array(masks.rows, dtype=np.int64))
     sent, pinned = upload([masks.masks, rows], device)
     return UploadedMasks(sent[0], sent[1], pinned)
 
@@ -42,6 +42,6 @@ def warm_up_masks(vocab_size: int, dtypes: Sequence[torch.dtype], device: torch.
     """Mask logits of these types once, so that no request's are the first."""
     for dtype in dict.fromkeys(dtypes):
         masks = TokenMasks([0], np.full((1, -(-vocab_size // 32)), ALL_TOKENS, np.int32))
-        uploaded = upload_masks(masks, [0], device)
+        uploaded = upload_masks(masks, np.zeros(1, dtype=np.int64), device)
         assert uploaded is not None, "there is a row"
         uploaded.apply(torch.zeros(1, vocab_size, dtype=dtype, device=device))

@@ -66,6 +66,8 @@ class CudaArena(GranuleArena):
 
     def submit(self, plan: MemoryPlan, rows: Rows | None = None) -> None:
         self._open()
+        if not (plan or self._pending):
+            return  # as in nearly all steps
         self._check_moves(plan)
         self._forget_done()
         for view in plan.views:

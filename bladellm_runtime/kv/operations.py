@@ -3,9 +3,13 @@
 A granule is named by its number in the pool, 0 to `num_granules - 1`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
 class Show(NamedTuple):
@@ -52,16 +56,16 @@ class SwapIn(NamedTuple):
 
 class Rows(NamedTuple):
     """What a step's kernels touch: row i reads what slot `slots[i]` holds before position `starts[i]`, and reads and
-    writes the `query_lens[i]` tokens from there on."""
+    writes the `query_lens[i]` tokens from there on; int64."""
 
-    slots: Sequence[int]
-    starts: Sequence[int]
-    query_lens: Sequence[int]
+    slots: Ints
+    starts: Ints
+    query_lens: Ints
 
     def granules(self, granule_tokens: int) -> dict[int, int]:
         """How many of its first granules the step enters, for each slot."""
-        rows = zip(self.slots, self.starts, self.query_lens, strict=True)
-        return {slot: -(-(start + tokens) // granule_tokens) for slot, start, tokens in rows}
+        ends = -(-(self.starts + self.query_lens) // granule_tokens)
+        return dict(zip(self.slots.tolist(), ends.tolist(), strict=True))
 
 
 @dataclass(slots=True)

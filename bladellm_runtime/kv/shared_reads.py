@@ -1,12 +1,12 @@
 """`SharedReads`: which decode rows of a step read the beginning that they share once, where that pays. Numbers only."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bladellm_kernels.prefix_groups import PrefixGroup as PrefixGroup
 from bladellm_kernels.prefix_groups import PrefixTree
 
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.operations import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SharedReads:
         self._memory = memory
         self._granule_tokens = memory.spec.granule_tokens
         self._tree = PrefixTree()
-        self._kept: dict[int, tuple[int, Sequence[int], tuple[PrefixGroup, ...]]] = {}
+        self._kept: dict[int, tuple[int, Ints, tuple[PrefixGroup, ...]]] = {}
 
     def enter(self, slot: int) -> None:
         """A slot decodes from now on; all of its prefill has been planned and remembered."""
@@ -46,20 +46,20 @@ class SharedReads:
         """A slot decodes no more."""
         self._tree.leave(slot)
 
-    def groups(self, slots: Sequence[int], batch: int = 0) -> tuple[PrefixGroup, ...]:
-        """The groups among rows with these slots, none where they do not pay. The same object while nothing changes
-        for a micro-batch; `slots` must not be changed any more."""
+    def groups(self, slots: Ints, batch: int = 0) -> tuple[PrefixGroup, ...]:
+        """The groups among rows with these slots, none where they do not pay. The same object while nothing changes for
+        a micro-batch and `slots` is the same one, which must not be changed."""
         if not self.rule.least_rows <= len(slots) <= self.rule.most_rows:
             return ()
         kept = self._kept.get(batch)
-        if kept is None or kept[0] != self._tree.changes or kept[1] != slots:
+        if kept is None or kept[0] != self._tree.changes or kept[1] is not slots:
             kept = self._kept[batch] = self._tree.changes, slots, self._paying(slots)
         return kept[2]
 
-    def _paying(self, slots: Sequence[int]) -> tuple[PrefixGroup, ...]:
+    def _paying(self, slots: Ints) -> tuple[PrefixGroup, ...]:
         rule, size = self.rule, self._granule_tokens
         found = self._tree.groups(rule.members, -(-rule.group_tokens // size))
-        rows = {slot: row for row, slot in enumerate(slots)} if found else {}
+        rows = {slot: row for row, slot in enumerate(slots.tolist())} if found else {}
         groups: list[PrefixGroup] = []
         saved = 0
         for group in found:

@@ -12,6 +12,7 @@ import numpy as np
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.shared_reads import PrefixGroup
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult, TokenMasks
+from bladellm_runtime.wire.messages import TokenLogprobs
 
 
 class ShowMessage(msgspec.Struct, tag=0, frozen=True, array_like=True):
@@ -60,18 +61,18 @@ _READ = {message: operation for operation, message in OPERATIONS.items()}
 
 
 class RunStep(msgspec.Struct, tag="step", frozen=True, array_like=True):
-    """A `StepPlan`, field by field."""
+    """A `StepPlan`, field by field; the arrays of rows as they are in memory."""
 
     step: int
     loads: list[SlotLoad]
     views: list[ShowMessage | HideMessage]
     moves: list[CopyMessage | SwapOutMessage | SwapInMessage]
     ahead: list[ShowMessage]
-    slots: list[int]
-    generations: list[int]
-    starts: list[int]
-    query_lens: list[int]
-    samples: list[bool]
+    slots: bytes
+    generations: bytes
+    starts: bytes
+    query_lens: bytes
+    samples: bytes
     num_decode: int
     prefixes: tuple[PrefixGroup, ...]
     constrained: list[int]
@@ -159,10 +160,12 @@ class RankFailed(msgspec.Struct, tag="failed", frozen=True, array_like=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, array_like=True):
-    """What a step of a pipeline produced; from its last stage."""
+    """A `StepResult` of a pipeline's last stage, field by field; the tokens as they are in memory."""
 
     step: int
-    result: StepResult
+    tokens: bytes
+    logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
 RankReport = Hello | Pulse | AdapterMoved | RankFailed
@@ -183,11 +186,11 @@ def step_message(plan: StepPlan) -> RunStep:
         [OPERATIONS[type(view)](*view) for view in memory.views],
         [OPERATIONS[type(move)](*move) for move in memory.moves],
         [ShowMessage(*view) for view in memory.ahead],
-        plan.slots,
-        plan.generations,
-        plan.starts,
-        plan.query_lens,
-        plan.samples,
+        plan.slots.tobytes(),
+        plan.generations.tobytes(),
+        plan.starts.tobytes(),
+        plan.query_lens.tobytes(),
+        plan.samples.tobytes(),
         plan.num_decode,
         plan.prefixes,
         plan.constrained,
@@ -200,15 +203,25 @@ def read_step(message: RunStep) -> StepPlan:
         message.step,
         message.loads,
         MemoryPlan(*(_operations(messages) for messages in (message.views, message.moves, message.ahead))),
-        message.slots,
-        message.generations,
-        message.starts,
-        message.query_lens,
-        message.samples,
+        np.frombuffer(message.slots, np.int64),
+        np.frombuffer(message.generations, np.int64),
+        np.frombuffer(message.starts, np.int64),
+        np.frombuffer(message.query_lens, np.int64),
+        np.frombuffer(message.samples, np.bool_),
         message.num_decode,
         message.prefixes,
         message.constrained,
     )
+
+
+def done_message(step: int, result: StepResult) -> StepDone:
+    """A result as it goes over the wire."""
+    return StepDone(step, result.tokens.tobytes(), result.logprobs, result.prompt_logprobs)
+
+
+def read_done(message: StepDone) -> StepResult:
+    """The result of `done_message`. Raises `ValueError` where its tokens are no whole numbers of 64 bits."""
+    return StepResult(np.frombuffer(message.tokens, np.int64), message.logprobs, message.prompt_logprobs)
 
 
 def sample_message(step: int, masks: TokenMasks) -> SampleStep:

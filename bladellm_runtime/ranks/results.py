@@ -6,7 +6,7 @@ import msgspec
 import zmq
 
 from bladellm_runtime.ranks.channel import LINGER_MS, ChannelBroken, Secret, listen
-from bladellm_runtime.ranks.messages import StepDone, decode_done, encode
+from bladellm_runtime.ranks.messages import decode_done, done_message, encode, read_done
 from bladellm_runtime.scheduler.plan import StepResult
 
 MAX_RESULT_BYTES = 1 << 28
@@ -33,11 +33,12 @@ class ResultReceiver:
         """The next result, which must be that of `step`. Raises `ChannelBroken`."""
         try:
             done = decode_done(self._socket.recv())
+            result = read_done(done)
         except (msgspec.DecodeError, ValueError) as error:
             raise ChannelBroken(f"the result of step {step} cannot be read: {error}") from error
         if done.step != step:
             raise ChannelBroken(f"the result of step {step} was lost: that of {done.step} came instead")
-        return done.result
+        return result
 
     def close(self) -> None:
         """Close the socket."""
@@ -60,7 +61,7 @@ class ResultSender:
     def send(self, step: int, result: StepResult) -> None:
         """Send the result of a step. Raises `ChannelBroken` when rank 0 takes none."""
         try:
-            self._socket.send(encode(StepDone(step, result)), zmq.NOBLOCK)
+            self._socket.send(encode(done_message(step, result)), zmq.NOBLOCK)
         except zmq.Again as error:
             raise ChannelBroken(f"rank 0 does not take the result of step {step}") from error
 

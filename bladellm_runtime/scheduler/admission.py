@@ -48,7 +48,7 @@ def make_sequence(
         request_id=request.request_id,
         params=params,
         choice=request.choice,
-        tokens=list(request.prompt),
+        known=list(request.prompt),
         prompt_len=prompt_len,
         max_len=prompt_len + answer,
         kv_end=prompt_len + max(answer, 1) - 1,

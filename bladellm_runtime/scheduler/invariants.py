@@ -36,6 +36,9 @@ def _list_rules(roster: Roster, limits: SchedulerLimits) -> dict[str, bool]:
         "more sequences decode than fit into a step": any(
             count > limits.max_batch_tokens for count in Counter(seq.group for seq in roster.decoding).values()
         ),
+        "a batch has other sequences or counts than those that decode": any(
+            (len(batch), batch.planned) != _decoding(roster, group) for group, batch in enumerate(roster.batches)
+        ),
         "a sequence is planned beyond its end": any(seq.planned > seq.kv_end for seq in roster.live.values()),
         "a running sequence is planned beyond its memory": any(seq.planned > seq.reserved for seq in running),
     }
@@ -53,6 +56,13 @@ def _slot_rules(roster: Roster, memory: KvAccounting) -> dict[str, bool]:
         "a running sequence does not own its slot": any(slots.owner[seq.slot] is not seq for seq in running),
         "a slot is owned but not held": any(owner and slot not in held for slot, owner in enumerate(slots.owner)),
         "a retired slot is due": any(item.last_step <= slots.completed for item in slots.retired),
+        "reserved tokens are miscounted": slots.reserved != sum(seq.reserved for seq in running),
         "a slot's memory is not what is reserved": any(memory.needed(slot) != count for slot, count in needed.items()),
         "more granules are used than needed": memory.used > sum(needed.values()) + memory.moving,
     }
+
+
+def _decoding(roster: Roster, group: int) -> tuple[int, int]:
+    """The decoding sequences of a micro-batch, and what is planned for them."""
+    planned = [seq.planned for seq in roster.decoding if seq.group == group]
+    return len(planned), sum(planned)

@@ -1,6 +1,7 @@
 """The step plan: all a runner needs to know about one step, as flat lists, and what comes back from it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,11 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.prepared import NO_ADAPTER
 from bladellm_runtime.scheduler.step_cost import StepLoad, chunk_pairs
 from bladellm_runtime.wire.messages import TokenLogprobs
+
+Ints = NDArray[np.int64]
+
+INVALID = -1
+"""In place of a token where logits were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +36,29 @@ class SlotLoad:
     adapter: int = NO_ADAPTER
 
 
-@dataclass(slots=True)
+class Chunk(NamedTuple):
+    """A row of a step: the next tokens of a prompt."""
+
+    slot: int
+    generation: int
+    start: int
+    query_len: int
+    samples: bool
+
+
+def _no_rows() -> Ints:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """One step over rows; row i is a slot and some consecutive query tokens of its sequence.
 
-    Row lists have equal length. Rows `[:num_decode]` have one query token, which the runner takes from the device
-    (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose tokens came with a
-    `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length after the step is
-    `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
+    Row arrays have equal length. Plans of the same decode rows share those that do not change: they are not to be
+    written to. Rows `[:num_decode]` have one query token, which the runner takes
+    from the device (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose
+    tokens came with a `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length
+    after the step is `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
 
     `memory` is carried out before the forward pass. `prefixes`: rows that may read what they share once; none with
     prefill chunks in the step. `constrained`: sampling rows, ascending, whose tokens a constraint restricts. A step
@@ -47,22 +68,41 @@ class StepPlan:
     step: int
     loads: list[SlotLoad] = field(default_factory=list)
     memory: MemoryPlan = field(default_factory=MemoryPlan)
-    slots: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    query_lens: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    slots: Ints = field(default_factory=_no_rows)
+    generations: Ints = field(default_factory=_no_rows)
+    starts: Ints = field(default_factory=_no_rows)
+    query_lens: Ints = field(default_factory=_no_rows)
+    samples: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     num_decode: int = 0
     prefixes: tuple[PrefixGroup, ...] = ()
     constrained: list[int] = field(default_factory=list)
+
+    def append(self, chunks: list[Chunk]) -> None:
+        """Add rows; some."""
+        slots, generations, starts, query_lens, samples = np.array(chunks, dtype=np.int64).T
+        self.slots = np.concatenate((self.slots, slots))
+        self.generations = np.concatenate((self.generations, generations))
+        self.starts = np.concatenate((self.starts, starts))
+        self.query_lens = np.concatenate((self.query_lens, query_lens))
+        self.samples = np.concatenate((self.samples, samples.astype(np.bool_)))
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some rows are prefill chunks."""
+        return self.num_decode < len(self.query_lens)
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return int(self.query_lens.sum()) if self.has_prompts else self.num_decode
 
     @property
     def load(self) -> StepLoad:
         """What the time of the step depends on."""
         rows = self.num_decode
-        chunks = zip(self.starts[rows:], self.query_lens[rows:], strict=True)
-        pairs = sum(chunk_pairs(start, tokens) for start, tokens in chunks)
-        return StepLoad(rows, sum(self.starts[:rows]), sum(self.query_lens[rows:]), pairs)
+        starts, tokens = self.starts[rows:].tolist(), self.query_lens[rows:].tolist()
+        pairs = sum(map(chunk_pairs, starts, tokens))
+        return StepLoad(rows, int(self.starts[:rows].sum()), sum(tokens), pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +116,15 @@ class TokenMasks:
     masks: NDArray[np.int32]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepResult:
-    """What a step produced, one entry a row of its plan.
+    """What a step produced.
 
-    `tokens[i]` is the sampled token, `None` where the row did not sample, -1 where its logits were not finite.
-    `logprobs[i]` is set where the request asked for it; `prompt_logprobs[i]` has one entry for each query token
-    of a prefill chunk whose next token is in the prompt.
+    tokens: one a row of its plan: the sampled token, `INVALID` where its logits were not finite, undefined where the
+    row did not sample. logprobs: by row, of those whose requests asked for them. prompt_logprobs: by row, one entry for
+    each query token of a prefill chunk whose next token is in the prompt.
     """
 
-    tokens: list[int | None]
-    logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[list[TokenLogprobs] | None]
+    tokens: Ints
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -3,14 +3,16 @@
 from collections.abc import Iterable
 from itertools import chain
 
+import numpy as np
+
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import has_room
-from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.plan import Chunk, SlotLoad, StepPlan
 from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
 from bladellm_runtime.scheduler.roster import Roster
-from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.scheduler.sequence import Sequence, State
 
 
 class Planner:
@@ -32,32 +34,40 @@ class Planner:
         self._group = 0
         self.shared_reads = shared_reads
         """Says which decode rows read what they share once; None: each reads for itself."""
-        self._half_granule = roster.slots.granule_tokens // 2
         self._short_rows = 0
+        self._chunks: list[Chunk] = []
+        """Of the step that is being planned."""
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
 
-    def fill(self, plan: StepPlan, now: float, group: int = 0) -> None:
-        """Add rows of a micro-batch to an empty plan; it stays empty when nothing of it can run now."""
+    def fill(self, step: int, now: float, group: int = 0) -> StepPlan | None:
+        """Plan a step of a micro-batch; None when nothing of it can run now."""
         self._group = group
-        budget = self.limits.max_batch_tokens - self._decoding()
-        self._add_decodes(plan)
+        budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
+        plan = self._begin(step)
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget)
-        budget = self._continue_prefills(plan, budget)
-        budget = self._admit(plan, budget, now)
-        if budget <= 0 and plan.slots:
+        self._chunks = []
+        if self._roster.prefilling:
+            budget = self._continue_prefills(plan, budget)
+        if self._roster.waiting:
+            budget = self._admit(plan, budget, now)
+        if not plan.num_decode and not self._chunks:
+            return None
+        if budget <= 0:
             self._admit_ahead(plan, now)
-        if self.shared_reads is not None and plan.num_decode == len(plan.slots):
+        if self._chunks:
+            plan.append(self._chunks)
+        elif self.shared_reads is not None:
             plan.prefixes = self.shared_reads.groups(plan.slots, group)
         if self._roster.constrained:
-            plan.constrained = [
-                row for row, samples in enumerate(plan.samples) if samples and self._restricts(plan, row)
-            ]
+            sampling = np.flatnonzero(plan.samples).tolist()
+            plan.constrained = [row for row in sampling if self._restricts(plan, row)]
+        return plan
 
     def _restricts(self, plan: StepPlan, row: int) -> bool:
         """Whether a constraint restricts the tokens of a row."""
-        seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+        seq = self._roster.slots.owner_of(plan, row)
         return seq is not None and seq.prepared.matcher is not None
 
     def _own(self, sequences: list[Sequence]) -> Iterable[Sequence]:
@@ -66,11 +76,6 @@ class Planner:
             return sequences
         group = self._group
         return (seq for seq in sequences if seq.group == group)
-
-    def _decoding(self) -> int:
-        """How many sequences of that micro-batch decode."""
-        decoding = self._roster.decoding
-        return len(decoding) if self._groups == 1 else sum(seq.group == self._group for seq in decoding)
 
     def _has_room(self) -> bool:
         """Whether the micro-batch that the step is for may get another sequence."""
@@ -101,33 +106,30 @@ class Planner:
             queued += stop - begin
             if queued > enough:
                 break
-        demand = PrefillDemand(plan.num_decode, sum(plan.starts), start, end - start, queued)
+        demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued)
         return prefill_budget(bound, demand, limit)
 
-    def _add_decodes(self, plan: StepPlan) -> None:
-        step, slots, generations, starts = plan.step, plan.slots, plan.generations, plan.starts
-        half_granule = self._half_granule
-        last_rows: list[Sequence] = []
+    def _begin(self, step: int) -> StepPlan:
+        """A plan with a decode row of each sequence that has room for one."""
+        batch = self._roster.batches[self._group]
+        found: list[Sequence] = []
         self._short_rows = 0
-        # Growing may preempt, which shortens this list behind the current sequence, never before it.
-        for seq in self._own(self._roster.decoding):
-            start = seq.planned
-            if start >= seq.reserved and not self._grow(seq):
+        # Growing may preempt sequences behind the current one, never before it.
+        for seq in batch.due():
+            if seq.state is not State.DECODE:
                 continue
-            slots.append(seq.slot)
-            generations.append(seq.generation)
-            starts.append(start)
-            seq.planned = start = start + 1
-            seq.last_step = step
-            if seq.reserved - start == half_granule:
-                self._roster.slots.map_ahead(seq)
-            if start == seq.kv_end:
-                last_rows.append(seq)
-        plan.num_decode = len(slots)
-        plan.query_lens = [1] * len(slots)
-        plan.samples = [True] * len(slots)
-        for seq in last_rows:
-            self._roster.drain(seq)
+            planned = seq.planned + 1
+            if planned > seq.reserved and not self._grow(seq):
+                batch.leave_out(seq)
+                continue
+            found.append(seq)
+            if planned == batch.ahead_at(seq):
+                self._roster.slots.map_ahead(seq, planned)
+        plan = batch.advance(step, found)
+        for seq in found:
+            if seq.planned == seq.kv_end:
+                self._roster.drain(seq)
+        return plan
 
     def _grow(self, seq: Sequence) -> bool:
         """Make room for a decode row's token, preempting newer sequences if need be.
@@ -183,17 +185,14 @@ class Planner:
             if seq.cached < 0:
                 seq.cached = seq.planned
         tokens = policy.chunk_tokens(seq, budget, self.limits.prefill_chunk_tokens)
-        plan.slots.append(seq.slot)
-        plan.generations.append(seq.generation)
-        plan.starts.append(seq.planned)
-        plan.query_lens.append(tokens)
+        done = seq.planned + tokens == seq.prefill_end
+        samples = done and seq.max_len > seq.prompt_len
+        self._chunks.append(Chunk(seq.slot, seq.generation, seq.planned, tokens, samples))
         seq.planned += tokens
         seq.last_step = plan.step
         self._roster.slots.remember(seq)
-        done = seq.planned == seq.prefill_end
-        plan.samples.append(done and seq.max_len > seq.prompt_len)
         if done:
             self._roster.prefilled(seq)
             # Where the prompt ends in the second half of a granule, decode rows come too late to think ahead.
-            self._roster.slots.map_ahead(seq)
+            self._roster.slots.map_ahead(seq, seq.planned)
         return tokens

@@ -4,13 +4,11 @@ from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prepared import Progress, TokenMatcher
 from bladellm_runtime.scheduler.roster import Roster
-from bladellm_runtime.scheduler.sequence import Sequence, State
-from bladellm_runtime.wire.messages import RequestDelta, TokenLogprobs
+from bladellm_runtime.scheduler.sequence import Sequence
+from bladellm_runtime.wire.messages import Delta, RequestDelta, TokenLogprobs
 
 INVALID_LOGITS = "invalid_logits"
 CONSTRAINT_FAILED = "constraint_failed"
-_UNUSUAL = TokenLogprobs([], [])
-"""In place of no log-probabilities, for rows that are not to be read the short way."""
 
 
 class ResultReader:
@@ -27,8 +25,8 @@ class ResultReader:
         self.generated_tokens = 0
         self.cached_tokens = 0
 
-    def read(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        """The deltas of a step, in row order; behind them the ends of requests whose constraints are complete."""
+    def read(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+        """The deltas of a step; behind them the ends of requests whose constraints are complete."""
         deltas = self._read_decodes(plan, result)
         for row in range(plan.num_decode, len(plan.slots)):
             delta = self._read_chunk(plan, result, row)
@@ -39,36 +37,29 @@ class ResultReader:
             self._ends = []
         return deltas
 
-    def _read_decodes(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        owner, add = self._roster.slots.owner, RequestDelta
-        deltas: list[RequestDelta] = []
-        unusual = 0
-        scores = _marked(result.logprobs, plan.constrained) if plan.constrained else result.logprobs
-        rows = zip(plan.slots[: plan.num_decode], plan.generations, result.tokens, scores, strict=False)
-        decode = State.DECODE
-        # This runs for every token: what most of them need is written out, the rest is `_accept`. A token of a sequence
-        # in DECODE is not its last: more of them are still to be planned.
-        for slot, generation, token, logprobs in rows:
-            seq = owner[slot]
-            if seq is None or seq.generation != generation:
-                continue
-            if token is not None and token >= 0 and logprobs is None and token not in seq.stops and seq.state is decode:
-                seq.tokens.append(token)
-                deltas.append(add(seq.request_id, [token]))
-            else:
-                unusual += 1
-                deltas.append(self._accept(seq, token, None if logprobs is _UNUSUAL else logprobs))
-        self.generated_tokens += len(deltas) - unusual
+    def _read_decodes(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+        count, rows = plan.num_decode, (plan.slots, plan.generations, result.tokens)
+        if plan.has_prompts:
+            rows = (plan.slots[:count], plan.generations[:count], result.tokens[:count])
+        taken, others = self._roster.log.take(*rows)
+        deltas: list[Delta] = []
+        if taken is not None:
+            deltas.append(taken)
+            self.generated_tokens += count - len(others)
+        for row in others:
+            seq = self._roster.slots.owner_of(plan, row)
+            if seq is not None:
+                deltas.append(self._accept(seq, int(result.tokens[row]), result.logprobs.get(row)))
         return deltas
 
     def _read_chunk(self, plan: StepPlan, result: StepResult, row: int) -> RequestDelta | None:
-        seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+        seq = self._roster.slots.owner_of(plan, row)
         if seq is None:
             return None
-        seq.add_prompt_logprobs(plan.starts[row], result.prompt_logprobs[row] or [])
+        seq.add_prompt_logprobs(int(plan.starts[row]), result.prompt_logprobs.get(row, []))
         first = seq.generated == 0
         if plan.samples[row]:
-            delta = self._accept(seq, result.tokens[row], result.logprobs[row])
+            delta = self._accept(seq, int(result.tokens[row]), result.logprobs.get(row))
         elif plan.starts[row] + plan.query_lens[row] == seq.kv_end:
             delta = self._end(seq, RequestDelta(seq.request_id, []), FinishReason.LENGTH)
         else:
@@ -77,10 +68,10 @@ class ResultReader:
             self._announce(seq, delta)
         return delta
 
-    def _accept(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
+    def _accept(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> RequestDelta:
         """Append a sampled token and end the sequence if it was its last."""
         matcher = seq.prepared.matcher
-        if token is None or token < 0:
+        if token < 0:
             if matcher is not None and matcher.only_end_left:
                 # Every token is forbidden: the constraint allows an end token alone, and min_tokens holds these back.
                 return self._end(seq, RequestDelta(seq.request_id, []), FinishReason.STOP)
@@ -123,11 +114,3 @@ class ResultReader:
         delta.finish = finish
         self._roster.end(seq)
         return delta
-
-
-def _marked(logprobs: list[TokenLogprobs | None], rows: list[int]) -> list[TokenLogprobs | None]:
-    """The log-probabilities with these rows marked as unusual."""
-    marked = list(logprobs)
-    for row in rows:
-        marked[row] = marked[row] or _UNUSUAL
-    return marked

@@ -7,8 +7,10 @@ from itertools import chain
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
+from bladellm_runtime.scheduler.decode_batch import DecodeBatch
 from bladellm_runtime.scheduler.sequence import Sequence, State, insert, remove
 from bladellm_runtime.scheduler.slots import SlotTable
+from bladellm_runtime.scheduler.token_log import TokenLog
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +22,20 @@ class Roster:
     arrived before whatever waits.
     """
 
-    def __init__(self, memory: KvAccounting, shared_reads: SharedReads | None = None) -> None:
-        """shared_reads: told which slots decode."""
+    def __init__(
+        self, memory: KvAccounting, vocab_size: int, shared_reads: SharedReads | None = None, groups: int = 1
+    ) -> None:
+        """shared_reads: told which slots decode. groups: micro-batches."""
         self.slots = SlotTable(memory)
         self._shared_reads = shared_reads
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
+        spec = memory.spec
+        self.batches = [DecodeBatch(spec.granule_tokens, spec.num_slots) for _ in range(groups)]
+        """The same by micro-batch, as they are planned."""
+        self.log = TokenLog(spec.num_slots, vocab_size)
         self.preemptions = 0
         self.constrained = 0
         """Live sequences with a constraint."""
@@ -71,6 +79,12 @@ class Roster:
     def running(self) -> Iterator[Sequence]:
         """The sequences that hold a slot and have tokens to plan."""
         return chain(self.prefilling, self.decoding)
+
+    @property
+    def unused_tokens(self) -> int:
+        """Tokens for which running sequences hold room beyond what is planned."""
+        planned = sum([seq.planned for seq in self.prefilling]) + sum([batch.planned for batch in self.batches])
+        return self.slots.reserved - planned
 
     def newest_running(self) -> Sequence:
         """The sequence that gives way first. Something must be running."""
@@ -119,9 +133,20 @@ class Roster:
             remove(old, seq)
         if (new := self._lists.get(state)) is not None:
             insert(new, seq)
-        if self._shared_reads is not None:
-            if state is State.DECODE:
-                self._shared_reads.enter(seq.slot)
-            elif seq.state is State.DECODE:
-                self._shared_reads.leave(seq.slot)
+        if state is State.DECODE:
+            self._begin_decoding(seq)
+        elif seq.state is State.DECODE:
+            self._end_decoding(seq)
         seq.state = state
+
+    def _begin_decoding(self, seq: Sequence) -> None:
+        self.batches[seq.group].enter(seq)
+        self.log.enter(seq)
+        if self._shared_reads is not None:
+            self._shared_reads.enter(seq.slot)
+
+    def _end_decoding(self, seq: Sequence) -> None:
+        self.batches[seq.group].leave(seq)
+        self.log.leave(seq)
+        if self._shared_reads is not None:
+            self._shared_reads.leave(seq.slot)

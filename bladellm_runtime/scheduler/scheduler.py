@@ -19,7 +19,7 @@ from bladellm_runtime.scheduler.prepared import ConstrainedRow, Prepared
 from bladellm_runtime.scheduler.results import ResultReader
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import by_arrival
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, RequestDelta
 
 OUT_OF_MEMORY = "out_of_memory"
 """The error of a request for which the device has no memory left beside the KV cache."""
@@ -53,8 +53,8 @@ class Scheduler:
         self._clock = clock
         self._capacity = kv_capacity(memory.spec)
         shared_reads = None if sharing is None else SharedReads(memory, sharing)
-        self._roster = Roster(memory, shared_reads)
         self._micro_batches = micro_batches or MicroBatches()
+        self._roster = Roster(memory, limits.vocab_size, shared_reads, self._micro_batches.count)
         self._planner = Planner(limits, self._roster, shared_reads, self._micro_batches.count)
         self._reader = ResultReader(self._roster)
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
@@ -123,10 +123,9 @@ class Scheduler:
         A returned plan must be run, and passed to `complete` in its turn.
         """
         now = self._clock()
-        plan = StepPlan(self._planned + 1)
         for group in self._micro_batches.turns():
-            self._planner.fill(plan, now, group)
-            if plan.slots:
+            plan = self._planner.fill(self._planned + 1, now, group)
+            if plan is not None:
                 break
         else:
             return None
@@ -136,7 +135,7 @@ class Scheduler:
         self._micro_batches.planned(group)
         return plan
 
-    def complete(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestDelta]:
+    def complete(self, plan: StepPlan, result: StepResult, now: float) -> list[Delta]:
         """Take the results of the oldest step in flight; `now` is when they were in.
 
         Returns what each request got, with `finish` set for those that ended. Raises `ValueError` for any other step.
@@ -160,7 +159,7 @@ class Scheduler:
         matchers must have first is in flight."""
         found: list[ConstrainedRow] = []
         for row in plan.constrained:
-            seq = self._roster.slots.find(plan.slots[row], plan.generations[row])
+            seq = self._roster.slots.owner_of(plan, row)
             if seq is None or seq.prepared.matcher is None:
                 continue
             if len(seq.tokens) < plan.starts[row] + plan.query_lens[row]:
@@ -192,8 +191,8 @@ class Scheduler:
 
     def fail_newest(self, plan: StepPlan) -> list[RequestDelta]:
         """End the request that came last of those in a step in flight; returns its terminal delta."""
-        rows = zip(plan.slots, plan.generations, strict=True)
-        found = [seq for slot, generation in rows if (seq := self._roster.slots.find(slot, generation)) is not None]
+        owners = (self._roster.slots.owner_of(plan, row) for row in range(len(plan.slots)))
+        found = [seq for seq in owners if seq is not None]
         if not found:
             return []
         newest = max(found, key=by_arrival)
@@ -236,7 +235,7 @@ class Scheduler:
             cached_tokens=self._reader.cached_tokens,
             kv_granules_cached=self._memory.cache.idle,
             kv_granules_shared=self._memory.cache.shared,
-            kv_tokens_unused=sum([seq.reserved - seq.planned for seq in self._roster.running()]),
+            kv_tokens_unused=self._roster.unused_tokens,
             kv_granules_swapped=self._memory.swap.used,
         )
 

@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
+from typing import Protocol
 
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.prepared import Prepared
@@ -27,6 +28,22 @@ class State(Enum):
     """Answered with its terminal delta."""
 
 
+@dataclass(slots=True)
+class Pace:
+    """Of sequences that decode together: each step of theirs plans one more token of every one. tokens: how many so
+    far; step: the last of these steps."""
+
+    tokens: int = 0
+    step: int = 0
+
+
+class TokenSource(Protocol):
+    """Keeps tokens that sequences got, until somebody asks for them."""
+
+    def drain(self, slot: int) -> list[int]:
+        """The tokens of the sequence in a slot since the last call."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request with its tokens and how far it is planned.
@@ -38,13 +55,14 @@ class Sequence:
     `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
     `salt` keeps apart whose prompts may be shared, that of the request and its adapter in one. `loaded`: the runner has
     its tokens in this residence. `group`: the micro-batch it runs in. `prepared`: what it was given beforehand.
+    `pace` is set while it decodes together with others, `log` while its tokens come by way of one.
     """
 
     order: int
     request_id: int
     params: SamplingParams
     choice: int
-    tokens: list[int]
+    known: list[int]
     prompt_len: int
     max_len: int
     kv_end: int
@@ -53,10 +71,10 @@ class Sequence:
     state: State = State.WAITING
     slot: int = -1
     generation: int = 0
-    planned: int = 0
+    own_planned: int = 0
     prefill_end: int = 0
     reserved: int = 0
-    last_step: int = 0
+    own_last_step: int = 0
     preemptions: int = 0
     scheduled_at: float | None = None
     salt: str = ""
@@ -65,6 +83,38 @@ class Sequence:
     loaded: bool = False
     group: int = 0
     prepared: Prepared = field(default_factory=Prepared)
+    pace: Pace | None = None
+    log: TokenSource | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and all generated tokens that are known: a list to append to."""
+        if self.log is not None:
+            self.known += self.log.drain(self.slot)
+        return self.known
+
+    @property
+    def planned(self) -> int:
+        return self.own_planned if self.pace is None else self.own_planned + self.pace.tokens
+
+    @planned.setter
+    def planned(self, tokens: int) -> None:
+        self.own_planned = tokens if self.pace is None else tokens - self.pace.tokens
+
+    @property
+    def last_step(self) -> int:
+        """The last step planned with it."""
+        return self.own_last_step if self.pace is None else self.pace.step
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self.own_last_step = step
+
+    def keep(self, pace: Pace | None) -> None:
+        """Go on at another pace, or at none, from where it is now."""
+        planned, last_step = self.planned, self.last_step
+        self.pace = pace
+        self.planned, self.last_step = planned, last_step
 
     @property
     def generated(self) -> int:

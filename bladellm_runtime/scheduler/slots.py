@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.sequence import Sequence
 
 
@@ -31,10 +32,8 @@ class SlotTable:
         self.owner: list[Sequence | None] = [None] * memory.spec.num_slots
         self.retired: list[RetiredSlot] = []
         self.completed = 0
-
-    @property
-    def granule_tokens(self) -> int:
-        return self._memory.spec.granule_tokens
+        self.reserved = 0
+        """Tokens that the granules of running sequences hold."""
 
     @property
     def full(self) -> bool:
@@ -56,16 +55,15 @@ class SlotTable:
         self.owner[slot] = seq
         seq.slot, seq.generation = slot, self._generations[slot]
         seq.planned = admission.cached
-        spec = self._memory.spec
-        seq.reserved = spec.granules(tokens) * spec.granule_tokens
+        seq.reserved = 0
+        self._reserve(seq, tokens)
         return True
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Make the sequence's slot hold `tokens` tokens; False, with nothing changed, when the pool is empty."""
         if not self._memory.grow(seq.slot, tokens):
             return False
-        spec = self._memory.spec
-        seq.reserved = spec.granules(tokens) * spec.granule_tokens
+        self._reserve(seq, tokens)
         return True
 
     def find(self, slot: int, generation: int) -> Sequence | None:
@@ -73,8 +71,13 @@ class SlotTable:
         seq = self.owner[slot]
         return seq if seq is not None and seq.generation == generation else None
 
+    def owner_of(self, plan: StepPlan, row: int) -> Sequence | None:
+        """The sequence that a row's result belongs to, as `find`."""
+        return self.find(int(plan.slots[row]), int(plan.generations[row]))
+
     def retire(self, seq: Sequence) -> None:
         """Give the sequence's slot back, at once or after its last step. Until then its results still reach it."""
+        self.reserved -= seq.reserved
         if seq.last_step <= self.completed:
             self._release(seq.slot, seq)
         else:
@@ -99,14 +102,20 @@ class SlotTable:
         """Granules that come back once the steps in flight have completed."""
         return sum(item.granules for item in self.retired) + self._memory.moving
 
-    def map_ahead(self, seq: Sequence) -> None:
-        """Let the sequence's next granule be mapped before it is needed, if it will be."""
+    def map_ahead(self, seq: Sequence, tokens: int) -> None:
+        """Let the sequence's next granule be mapped before it is needed, if it will be; `tokens` of it are planned."""
         if seq.kv_end > seq.reserved:
-            self._memory.map_ahead(seq.slot, seq.planned)
+            self._memory.map_ahead(seq.slot, tokens)
 
     def remember(self, seq: Sequence) -> None:
         """Let others share what the sequence's planned chunks write."""
         self._memory.remember(seq.slot, seq.tokens, seq.planned)
+
+    def _reserve(self, seq: Sequence, tokens: int) -> None:
+        spec = self._memory.spec
+        self.reserved -= seq.reserved
+        seq.reserved = spec.granules(tokens) * spec.granule_tokens
+        self.reserved += seq.reserved
 
     def _release(self, slot: int, seq: Sequence) -> None:
         """Give a slot back. What its steps wrote is known as far as their tokens came in."""

@@ -27,6 +27,7 @@ from bladellm_runtime.wire.messages import (
     RequestDelta,
     Shutdown,
     StepOutput,
+    one_by_one,
     request_ids,
 )
 from bladellm_runtime.wire.transport import (
@@ -218,7 +219,7 @@ class EngineClient:
         if isinstance(message, StepOutput):
             self._last_step = time.monotonic()
             self.stats = message.stats
-            for delta in message.deltas:
+            for delta in one_by_one(message.deltas):
                 self._deliver(delta)
             for callback in self.on_step:
                 callback(message.stats)

@@ -7,7 +7,8 @@ A request's id begins with the number of the front end that sent it, which is wh
 """
 
 import itertools
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -79,7 +80,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]
 
 
-class RequestDelta(msgspec.Struct, array_like=True, gc=False):
+class RequestDelta(msgspec.Struct, tag=0, array_like=True, gc=False):
     """What one step did for one request.
 
     `finish` set ends the request. `error` is a short code (`invalid_logits`, `context_length_exceeded`, ...) with
@@ -97,6 +98,43 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     scheduled_at: float | None = None
     cached_tokens: int | None = None
     message: str | None = None
+
+
+class TokenDeltas(msgspec.Struct, tag=1, frozen=True, array_like=True, gc=False):
+    """One more token for each of many requests, and nothing else: int64 each, of this machine's byte order, side by
+    side."""
+
+    request_ids: bytes
+    tokens: bytes
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> "TokenDeltas":
+        """From request id and token of each; some."""
+        request_ids, tokens = zip(*pairs, strict=True)
+        return cls(array("q", request_ids).tobytes(), array("q", tokens).tobytes())
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Request id and token of each. Raises `ValueError` where there are not as many of both, or not whole ones."""
+        return zip(_integers(self.request_ids), _integers(self.tokens), strict=True)
+
+
+Delta = RequestDelta | TokenDeltas
+
+
+def one_by_one(deltas: Iterable[Delta]) -> Iterator[RequestDelta]:
+    """What steps did, as one delta a request and step."""
+    for delta in deltas:
+        if isinstance(delta, RequestDelta):
+            yield delta
+        else:
+            for request_id, token in delta.pairs():
+                yield RequestDelta(request_id, [token])
+
+
+def _integers(packed: bytes) -> "array[int]":
+    numbers = array("q")
+    numbers.frombytes(packed)
+    return numbers
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -152,9 +190,10 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
-    """All deltas of a step. An idle engine sends one without deltas as its heartbeat."""
+    """All deltas of a step, those of one request in their order. An idle engine sends one without deltas as its
+    heartbeat."""
 
-    deltas: list[RequestDelta]
+    deltas: list[Delta]
     stats: EngineStats
 
 

@@ -14,16 +14,15 @@ import msgspec
 import zmq
 
 from bladellm_runtime.wire.messages import (
-    FRONT_END_SHIFT,
     AttachFrontEnd,
     EngineFailed,
     EngineMessage,
     EngineReady,
     FrontEndStuck,
     FrontMessage,
-    RequestDelta,
     StepOutput,
 )
+from bladellm_runtime.wire.shares import shares_of
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +177,7 @@ class EnginePort:
 
     def _send_shares(self, message: StepOutput) -> None:
         """One message to each front end with requests in the step, and to others whose last one is long ago."""
-        shares: dict[int, list[RequestDelta]] = {0: [], **{number: [] for number in self._others}}
-        for delta in message.deltas:
-            shares[delta.request_id >> FRONT_END_SHIFT].append(delta)
+        shares = shares_of(message.deltas, [0, *self._others])
         now = message.stats.time
         for number, other in self._others.items():
             if shares[number] or now - other.last_sent >= HEARTBEAT_SECONDS:

@@ -18,7 +18,7 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.prepared import NO_ADAPTER, Prepared
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 GOALS = {8: 1.15, 32: 1.30}
 """Largest ratio at 32 rows of the Llama-3.1-8B shape, by number of adapters."""
@@ -43,7 +43,7 @@ def step_ms(engine: Engine, args: argparse.Namespace, adapters: int) -> float:
         core.add(AddRequest(row, prompt, params, 0, time.monotonic()), prepared)
     started: set[int] = set()
     while len(started) < args.batch:
-        started.update(delta.request_id for delta in core.step() if delta.tokens)
+        started.update(delta.request_id for delta in one_by_one(core.step()) if delta.tokens)
     for _ in range(args.warm):
         core.step()
     start = time.perf_counter()

@@ -18,7 +18,7 @@ import orjson
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import Constraint, ConstraintKind, SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 GOAL = 0.9
 CASES = ("one", "different")
@@ -52,7 +52,7 @@ def tokens_per_second(engine: Engine, args: argparse.Namespace, case: str) -> fl
         schema = {"free": None, "one": schema_of(0), "different": schema_of(number % running)}[case]
         engine.core.add(AddRequest(number, prompt, params, 0, time.monotonic(), constraint=schema))
     while not engine.core.idle:
-        for delta in engine.core.step():
+        for delta in one_by_one(engine.core.step()):
             made += len(delta.tokens)
             if delta.error is not None:
                 raise RuntimeError(f"a request failed: {delta.error}: {delta.message}")

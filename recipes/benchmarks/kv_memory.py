@@ -25,7 +25,7 @@ from bladellm_runtime.engine.loop import POLL_SECONDS
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.operations import MemoryPlan, Rows
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 NOTICED_SECONDS = 1e-4
 """A wait shorter than that is none."""
@@ -48,7 +48,7 @@ class Trace:
 
     waits: list[Wait] = field(default_factory=list)
     waste: list[float] = field(default_factory=list)
-    _rows: Rows = field(default_factory=lambda: Rows((), (), ()))
+    _rows: Rows | None = None
     _views: int = 0
 
     def watch(self, arena: KvArena) -> None:
@@ -56,7 +56,7 @@ class Trace:
         submit, wait, stream = arena.submit, arena.wait, torch.cuda.current_stream(arena.device)
 
         def submitted(plan: MemoryPlan, rows: Rows | None = None) -> None:
-            self._rows, self._views = rows or Rows((), (), ()), len(plan.views)
+            self._rows, self._views = rows, len(plan.views)
             submit(plan, rows)
 
         def waited() -> None:
@@ -65,7 +65,7 @@ class Trace:
             wait()
             seconds = time.perf_counter() - start
             converted = arena.stats.splits + arena.stats.joins - converted
-            decode = all(tokens == 1 for tokens in self._rows.query_lens)
+            decode = self._rows is None or bool((self._rows.query_lens == 1).all())
             self.waits.append(Wait(seconds, decode, stream.query(), self._cause(seconds, dry, converted)))
 
         arena.submit, arena.wait = submitted, waited  # type: ignore[method-assign]
@@ -90,7 +90,7 @@ def run(engine: Engine, args: argparse.Namespace) -> Trace:
             running, sent = running + 1, sent + 1
         while args.poll and core.spare_seconds() >= POLL_SECONDS:
             time.sleep(POLL_SECONDS)
-        running -= sum(delta.finish is not None for delta in core.step())
+        running -= sum(delta.finish is not None for delta in one_by_one(core.step()))
         stats = core.stats(time.monotonic())
         if stats.waiting <= args.streams // 16:
             if not trace.waits:

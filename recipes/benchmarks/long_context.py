@@ -16,7 +16,7 @@ from typing import Any
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 
 def measure(engine: Engine, context: int, tokens: int, rng: random.Random) -> dict[str, float]:
@@ -27,7 +27,7 @@ def measure(engine: Engine, context: int, tokens: int, rng: random.Random) -> di
     engine.core.add(AddRequest(context, prompt, params, 0, start))
     arrivals: list[float] = []
     while not engine.core.idle:
-        if any(delta.tokens for delta in engine.core.step()):
+        if any(delta.tokens for delta in one_by_one(engine.core.step())):
             arrivals.append(time.monotonic())
     gaps = [1000 * (after - before) for before, after in itertools.pairwise(arrivals)]
     return {

@@ -16,7 +16,7 @@ import numpy as np
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 FIRST_ID = 2_000_000
 """Of the requests; other scripts on the same engine number theirs below."""
@@ -44,7 +44,7 @@ def generate(engine: Engine, requests: int, prompt_len: int, tokens: int, seed: 
     for index, prompt in enumerate(prompts):
         engine.core.add(AddRequest(FIRST_ID + index, prompt, params, 0, time.monotonic()))
     while not engine.core.idle:
-        made += sum(len(delta.tokens) for delta in engine.core.step())
+        made += sum(len(delta.tokens) for delta in one_by_one(engine.core.step()))
     return time.perf_counter() - start, made
 
 

@@ -21,6 +21,7 @@ from targets import Target, number
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.wire.messages import one_by_one
 
 WARM_TOKENS = 8
 SPARE_TOKENS = 300
@@ -70,7 +71,7 @@ def made_in(engine: Engine, tokens: int) -> tuple[float, int]:
     while made < tokens:
         if engine.core.idle:
             raise RuntimeError("requests ended before they were measured; lower --steps")
-        made += sum(len(delta.tokens) for delta in engine.core.step())
+        made += sum(len(delta.tokens) for delta in one_by_one(engine.core.step()))
     return time.perf_counter() - start, made
 
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 COLUMNS = ("case", "graphs", "floor ms", "vLLM", "at least", "ms", "host ms", "tokens", "captured", "idle")
 GOALS = {f"prefill {tokens}": target for tokens, target in PREFILL.items()}
@@ -83,7 +83,7 @@ class Bench:
     def prefill(self, tokens: int) -> float:
         """Seconds from the arrival of a prompt to its first token."""
         start, number = time.perf_counter(), self.add(tokens)
-        while not any(delta.request_id == number and delta.tokens for delta in self.engine.core.step()):
+        while not any(delta.request_id == number and delta.tokens for delta in one_by_one(self.engine.core.step())):
             pass
         return time.perf_counter() - start
 

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.request import SamplingParams
@@ -20,7 +22,7 @@ from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
 """Token counts that steps with prompt tokens are padded to."""
@@ -119,9 +121,8 @@ class SimulatedEngine:
     def _complete(self, arrivals: Sequence[tuple[float, int]]) -> None:
         plan, end = self._in_flight.popleft()
         self.now = max(self.now, end)
-        rows = len(plan.slots)
-        result = StepResult([1 if samples else None for samples in plan.samples], [None] * rows, [None] * rows)
-        for delta in self._scheduler.complete(plan, result, self.now):
+        result = StepResult(np.ones(len(plan.slots), dtype=np.int64))
+        for delta in one_by_one(self._scheduler.complete(plan, result, self.now)):
             before = self._last.get(delta.request_id)
             if before is None:
                 self.found.ttft.append(self.now + FRONT_MS / 2 - arrivals[delta.request_id][0])

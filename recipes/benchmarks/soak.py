@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.request import FinishReason, SamplingParams
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, RequestDelta, one_by_one
 
 TELL_SECONDS = 0.5
 PEAKS = ("kv_granules_cached", "kv_granules_shared", "kv_granules_swapped")
@@ -121,8 +122,8 @@ class Soak:
         self.aborted += 1
         self._read(self.core.abort([self._rng.choice(list(self._running))]))
 
-    def _read(self, deltas: list[RequestDelta]) -> None:
-        for delta in deltas:
+    def _read(self, deltas: Iterable[Delta]) -> None:
+        for delta in one_by_one(deltas):
             job = self._running[delta.request_id]
             job.tokens += delta.tokens
             if delta.finish is not None:
@@ -167,7 +168,7 @@ def answer(engine: Engine, prompt: list[int], max_tokens: int, logprobs: int | N
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
     deltas = engine.core.add(AddRequest(0, prompt, params, 0, time.monotonic()))
     while not engine.core.idle:
-        deltas += engine.core.step()
+        deltas += one_by_one(engine.core.step())
     return deltas
 
 

@@ -13,7 +13,7 @@ from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.ranked_runner import RankedRunner
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 
 def runner_of(core: EngineCore) -> ModelRunner:
@@ -106,7 +106,7 @@ def start_decoding(
         engine.core.add(AddRequest(index, prompt, params, 0, time.monotonic()))
     first: set[int] = set()
     while len(first) < batch:
-        first.update(delta.request_id for delta in engine.core.step() if delta.tokens)
+        first.update(delta.request_id for delta in one_by_one(engine.core.step()) if delta.tokens)
 
 
 def finish(core: EngineCore, batch: int) -> None:

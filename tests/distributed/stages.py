@@ -16,7 +16,8 @@ from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.ranked_runner import choose_seeds
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.scheduler.plan import INVALID
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.distributed.threads import run_ranks
 
 WAIT_S = 60.0
@@ -60,7 +61,7 @@ class AllStages:
 
     def collect(self, launched):
         results = [runner.collect(step) for runner, step in zip(self._runners, launched, strict=True)]
-        assert all(set(result.tokens) == {None} for result in results[:-1])
+        assert all(set(result.tokens.tolist()) == {INVALID} for result in results[:-1])
         self._in_flight -= 1
         return results[-1]
 
@@ -105,7 +106,7 @@ def run_requests(engine: Engine, prompts: list[list[int]], ways: list[SamplingPa
     for number, (prompt, way) in enumerate(zip(prompts, ways, strict=True)):
         assert not core.add(AddRequest(number, prompt, way, 0, 0.0))
     while not core.idle:
-        for delta in core.step():
+        for delta in one_by_one(core.step()):
             assert delta.error is None
             found[delta.request_id] += delta.tokens
         core.check()

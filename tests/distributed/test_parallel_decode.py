@@ -11,12 +11,12 @@ from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.layers.linear import Linear
 from bladellm_runtime.layers.parallel import RowParallelLinear
 from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.scheduler.plan import StepPlan
 from tests.distributed.ranks import LIMIT, load_rank, run_prompts
 from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.engine.captured import Again
 from tests.models.harness import VOCAB, Sequences, random_prompt, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
+from tests.support.step_plans import step_plan
 
 MODELS = {
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -89,7 +89,7 @@ def captured_logits(model: Decoder, prompts: dict[int, list[int]]) -> torch.Tens
     last_token = torch.zeros(4, dtype=torch.int64)
     sampling = GreedySampling(SamplingState(3, VOCAB, [], torch.device("cpu")), last_token, 5)
     starts = [len(tokens) - 1 for tokens in prompts.values()]
-    step = StepPlan(0, slots=list(prompts), starts=starts, query_lens=[1, 1], num_decode=2)
+    step = step_plan(0, slots=list(prompts), starts=starts, query_lens=[1, 1], num_decode=2)
     with torch.inference_mode():
         graphs = StepGraphs([5], model, sequences.arena, sampling, last_token, None, None)
         graphs.capture_all(Again())

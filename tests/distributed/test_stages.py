@@ -13,7 +13,7 @@ from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
 from bladellm_runtime.models.weights import weight_table
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.distributed.stages import build_stages, run_requests
 from tests.engine.captured import Again
 from tests.engine.ties import assert_alike
@@ -139,7 +139,7 @@ def test_logits_that_are_not_finite_end_one_request(tmp_path):
     engine.core.add(AddRequest(2, [5, 6], greedy, 0, 0.0))
     errors, tokens = {}, []
     while not engine.core.idle:
-        for delta in engine.core.step():
+        for delta in one_by_one(engine.core.step()):
             errors[delta.request_id] = delta.error
             tokens += delta.tokens if delta.request_id == 2 else []
     assert errors == {1: "invalid_logits", 2: None}

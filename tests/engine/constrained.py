@@ -18,7 +18,7 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.text.stream import TextStream
-from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogprobs
+from bladellm_runtime.wire.messages import AddRequest, RequestDelta, TokenLogprobs, one_by_one
 
 S = r"(?: |\n(?: {0,64}|\t{0,16}))?"
 STRING = r'"(?:[^"\\\x00-\x1f]|\\[nrbtf\\"/])*"'
@@ -137,7 +137,7 @@ def answers(llm: LLM, asked: Sequence[Asked], rng: random.Random | None = None) 
             deltas += core.add(requests.pop(0))
         if core.preparing:
             time.sleep(0.001)
-        for delta in deltas + core.step():
+        for delta in one_by_one(deltas + core.step()):
             take(found[delta.request_id], streams[delta.request_id], delta)
     core.check()
     return found

@@ -19,9 +19,10 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, RequestDelta, one_by_one
 from tests.engine.test_core import next_token
 from tests.guided.samples import small_vocabulary
+from tests.support.step_results import step_result
 
 VOCABULARY = small_vocabulary()
 SIZE = len(VOCABULARY.pieces)
@@ -78,10 +79,10 @@ class MaskedRunner:
         rows = len(step.plan.slots)
         self.open.remove(step)
         if step.masks is None:  # given up
-            return StepResult([None] * rows, [None] * rows, [None] * rows)
+            return step_result([None] * rows)
         masks = dict(zip(step.masks.rows, step.masks.masks, strict=True))
         tokens = [self.token(step, row, masks.get(row)) if step.plan.samples[row] else None for row in range(rows)]
-        return StepResult(tokens, [None] * rows, [None] * rows)
+        return step_result(tokens)
 
     def token(self, step: Step, row: int, mask) -> int:
         plan = step.plan
@@ -185,6 +186,6 @@ def step_until(core: EngineCore, found: Ended, done, seconds: float = 60.0) -> N
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline
-        found.take(core.step())
+        found.take(one_by_one(core.step()))
         if core.preparing:
             time.sleep(0.0005)

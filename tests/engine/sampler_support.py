@@ -12,6 +12,7 @@ from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from tests.kernels.sampling_support import warped_by_transformers
+from tests.support.step_plans import step_plan
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ class Engine:
 
     def plan(self, rows: list[tuple[int, Request]], samples: list[bool] | None = None) -> StepPlan:
         loads, self.loads = self.loads, []
-        return StepPlan(
+        return step_plan(
             step=0,
             loads=loads,
             slots=[slot for slot, _ in rows],

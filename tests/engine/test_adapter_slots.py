@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.errors import ParameterError
 from bladellm_runtime.request import FinishReason
-from bladellm_runtime.wire.messages import AddRequest, MoveAdapter, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, MoveAdapter, RequestDelta, one_by_one
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.lora.folders import TENSORS, edit_tensors, merged, save_adapter
@@ -111,7 +111,7 @@ def drain(llm: LLM, deltas: list[RequestDelta] | None = None) -> list[RequestDel
     """All deltas until the engine is idle, behind those given."""
     found = list(deltas or [])
     while not llm._engine.core.idle:
-        found += llm._engine.core.step()
+        found += one_by_one(llm._engine.core.step())
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_waiting_adapter_is_not_kept_away_by_others(demo_model, family):
         core.add(request(2, two))
         for number in range(3, 30):
             core.add(request(number, one))
-            ended += [delta.request_id for delta in core.step() if delta.finish is not None]
+            ended += [delta.request_id for delta in one_by_one(core.step()) if delta.finish is not None]
         ended += [delta.request_id for delta in drain(llm) if delta.finish is not None]
         assert len(ended) == 29
         assert ended.index(2) <= 3
@@ -148,7 +148,7 @@ def test_requests_that_end_while_their_adapter_is_on_its_way(demo_model, family)
         for number in range(1, 17):
             deltas += core.add(request(number, random.choice(family.adapters)))
             if number % 2:
-                deltas += core.step()
+                deltas += one_by_one(core.step())
                 deltas += core.abort([random.randint(1, number)])
         ended = terminal(drain(llm, deltas))
         assert sorted(ended) == list(range(1, 17))

@@ -15,7 +15,7 @@ from bladellm_runtime.engine.step_adapters import SlotAdapters
 from bladellm_runtime.errors import ConfigError, ParameterError
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import FinishReason
-from bladellm_runtime.wire.messages import MoveAdapter
+from bladellm_runtime.wire.messages import MoveAdapter, one_by_one
 from tests.conftest import DEMO
 from tests.engine import reference
 from tests.engine.adapted import GREEDY, TOKENS, Family, ask, logprobs, make_family
@@ -155,7 +155,7 @@ def test_cached_prompts_are_shared_within_an_adapter_alone(family, tmp_path):
             core = llm._engine.core
             deltas = core.move_adapter(MoveAdapter(10**6, str(folder), load))
             while not deltas:
-                deltas = core.step()
+                deltas = list(one_by_one(core.step()))
             return deltas[0]
 
         assert [cached(adapter) for adapter in (0, 1, -1)] == [0, 0, 0]

@@ -18,7 +18,7 @@ from bladellm_runtime.guided.backends import load_vocabulary
 from bladellm_runtime.guided.fsm.backend import FsmBackend
 from bladellm_runtime.guided.vocabulary import Vocabulary, allowed_tokens
 from bladellm_runtime.request import FinishReason, SamplingParams
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.engine.masked_runner import (
     VOCABULARY,
     Ended,
@@ -73,7 +73,7 @@ def test_aborts_between_steps(fsm):
     while waiting or not core.idle:
         if waiting and rng.random() < 0.7:
             found.take(core.add(waiting.pop(0)))
-        found.take(core.step())
+        found.take(one_by_one(core.step()))
         live = [number for number in range(60 - len(waiting)) if number not in found.deltas]
         if live and rng.random() < 0.2:
             victim = rng.choice(live)

@@ -17,7 +17,8 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, EngineStats, MoveAdapter
+from bladellm_runtime.wire.messages import AddRequest, EngineStats, MoveAdapter, one_by_one
+from tests.support.step_results import step_result
 
 VOCAB = 1000
 EOS = 7
@@ -51,7 +52,7 @@ class ArithmeticRunner:
             if plan.samples[row]:
                 total = sums[plan.slots[row]]
                 tokens[row] = -1 if total in self.poison else next_token(total, plan.starts[row] + plan.query_lens[row])
-        return StepResult(tokens, [None] * rows, [None] * rows)
+        return step_result(tokens)
 
     def add_stats(self, stats: EngineStats) -> None: ...
 
@@ -112,7 +113,7 @@ def drain(core: EngineCore, requests: list[AddRequest]) -> dict[int, tuple[list[
                 found[delta.request_id] = (tokens[delta.request_id], delta.finish, delta.error)
         if core.idle:
             return found
-        deltas = core.step()
+        deltas = list(one_by_one(core.step()))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -156,7 +157,7 @@ def test_row_47_slot_reuse_after_abort_shows_no_old_token(overlap):
             request = waiting.pop(0)
             tokens[request.request_id] = []
             deltas += core.add(request)
-        deltas += core.step()
+        deltas += one_by_one(core.step())
         live = [key for key in tokens if key not in ended and key not in {d.request_id for d in deltas if d.finish}]
         if live and rng.random() < 0.3:
             victim = rng.choice(live)

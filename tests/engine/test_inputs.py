@@ -7,6 +7,7 @@ import torch
 from bladellm_runtime.engine.inputs import SlotTokens, build_inputs, flatten
 from bladellm_runtime.scheduler.plan import StepPlan
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
+from tests.support.step_plans import step_plan
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def arena(tmp_path_factory):
 def planned(rows: list[tuple[int, int, int, bool]], num_decode: int) -> StepPlan:
     """rows: slot, start, query_len, whether it samples."""
     slots, starts, query_lens, samples = (list(column) for column in zip(*rows, strict=True))
-    plan = StepPlan(0, [], slots=slots, starts=starts, query_lens=query_lens, num_decode=num_decode)
+    plan = step_plan(0, slots=slots, starts=starts, query_lens=query_lens, num_decode=num_decode)
     plan.samples = samples
     return plan
 

@@ -18,8 +18,9 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, Shutdown
+from bladellm_runtime.wire.messages import AddRequest, Shutdown, one_by_one
 from tests.engine.test_measure_steps import COST, TimedRunner
+from tests.support.step_plans import step_plan
 
 HOST_SECONDS = 0.0003
 
@@ -65,7 +66,7 @@ class Port:
         return []
 
     def send(self, output) -> None:
-        for delta in output.deltas:
+        for delta in one_by_one(output.deltas):
             self.tokens.setdefault(delta.request_id, []).extend(delta.tokens)
             self.first.setdefault(delta.request_id, self.runner.now)
 
@@ -109,7 +110,9 @@ def test_steps_of_uneven_length_leave_the_device_little_idle(monkeypatch):
 
 def decode_plan(rows: int = 1) -> StepPlan:
     ones = [1] * rows
-    return StepPlan(1, slots=[*range(rows)], starts=[9] * rows, query_lens=ones, samples=[True] * rows, num_decode=rows)
+    return step_plan(
+        1, slots=[*range(rows)], starts=[9] * rows, query_lens=ones, samples=[True] * rows, num_decode=rows
+    )
 
 
 def on_time(timer: LaunchTimer, plan: StepPlan, host: float, device: float) -> None:
@@ -144,7 +147,7 @@ def test_a_device_without_work_before_is_no_reason_to_hurry():
 
 def test_a_step_with_prompts_is_planned_as_much_earlier_as_the_host_needs():
     timer, plan = LaunchTimer(COST), decode_plan()
-    mixed = StepPlan(1, slots=[0, 1], starts=[9, 0], query_lens=[1, 300], samples=[True, True], num_decode=1)
+    mixed = step_plan(1, slots=[0, 1], starts=[9, 0], query_lens=[1, 300], samples=[True, True], num_decode=1)
     assert timer.spare(mixed, True) < 1e-3 * COST.milliseconds(mixed.load), "before any was seen"
     for _ in range(200):
         on_time(timer, plan, HOST_SECONDS, 0.01)
@@ -156,7 +159,7 @@ def test_a_step_with_prompts_is_planned_as_much_earlier_as_the_host_needs():
 
 
 def test_steps_that_share_reads_are_expected_to_take_as_long_as_each_other():
-    timer, alone = LaunchTimer(COST), StepPlan(1, query_lens=[1] * 40, slots=[0] * 40, num_decode=40)
+    timer, alone = LaunchTimer(COST), step_plan(1, query_lens=[1] * 40, slots=[0] * 40, num_decode=40)
     shared = replace(alone, prefixes=(PrefixGroup(tuple(range(40)), 20),))
     for plan, seconds in ((alone, 0.008), (shared, 0.006)):
         timer.launched(plan, 0.0001, waited=False, late=False)

@@ -21,6 +21,7 @@ from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from tests.engine.test_core import ArithmeticRunner, drain, expected, make_core, make_requests
 from tests.support.cases import some_pairs
+from tests.support.step_plans import step_plan
 
 LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in the manual."
 
@@ -224,7 +225,7 @@ def test_row_41_a_lost_device_is_one_sentence(demo_model, monkeypatch):
     assert str(caught.value) == f"the engine stopped: {reason}; start it again"
 
 
-PLAN = StepPlan(1, query_lens=[3, 4])
+PLAN = step_plan(1, query_lens=[3, 4])
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from bladellm_runtime.engine.mixed_graphs import MixedGraphs, mixed_sizes
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.plan import SlotLoad
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
 from tests.engine.test_step_graphs import FAMILIES, FORMATS, PROMPTS, assert_same, drive, random_requests
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
 from tests.support.cases import drawn_of
+from tests.support.step_plans import step_plan
 
 SIZES = {"cuda_graph_batch_sizes": [9], "cuda_graph_prefill_tokens": [8, 20, 64, 200]}
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("no overlap", "relocating", "overlap")]
@@ -95,7 +96,7 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
         expected = eager.step(list(zip(slots, rows, strict=True)), decode=False)
         last_token[:] = torch.randint(97, (7,))
         last_token[decodes] = torch.tensor([row[0] for row in rows[: len(decodes)]], dtype=torch.int64)
-        plan = StepPlan(step, [], slots=slots, starts=starts, query_lens=lengths, num_decode=len(decodes))
+        plan = step_plan(step, slots=slots, starts=starts, query_lens=lengths, num_decode=len(decodes))
         plan.samples = [True] * len(decodes) + random.choices((True, False), k=len(chunks))
         wanted = [row[-1] for row, samples in zip(expected, plan.samples, strict=True) if samples]
         before = captured.arena.rows.clone()
@@ -120,7 +121,7 @@ def test_scored_tokens_are_not_left_out(tmp_path: Path, size, scored, sent):
     assert graphs.capture_all(Again())
     params = SamplingParams(prompt_logprobs=0 if scored else None)
     tokens = [SlotTokens.of(SlotLoad(slot, 0, random_prompt(20), 20, params, 0)) for slot in range(6)]
-    plan = StepPlan(0, [], slots=[3], starts=[0], query_lens=[7], num_decode=0)
+    plan = step_plan(0, slots=[3], starts=[0], query_lens=[7], num_decode=0)
     plan.samples = [True]
     assert (graphs.send(flatten(plan, tokens, sequences.arena)) is not None) == sent
 

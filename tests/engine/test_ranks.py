@@ -11,7 +11,7 @@ import torch
 
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.errors import ConfigError, UserError
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.engine import reference
 from tests.engine.test_equality import TOKENS, assert_equal, token_bytes
 from tests.support.live import until
@@ -101,7 +101,7 @@ def test_requests_without_a_seed_get_the_same_on_all_ranks(demo_model):
         core, prompt, tokens, found = llm._engine.core, [5, 9, 300], [], []
         core.add(AddRequest(77, prompt, way, 0, 0.0))
         while not core.idle:
-            for delta in core.step():
+            for delta in one_by_one(core.step()):
                 tokens += delta.tokens
                 found += [one.logprobs[0] for one in delta.logprobs or []]
     with torch.inference_mode():

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.scheduler.plan import StepPlan
 from tests.engine.sampler_support import Engine, Request, made_up_logits, random_params
 from tests.kernels.sampling_support import fresh_seed
+from tests.support.step_plans import step_plan
 
 VOCAB = 907
 
@@ -54,7 +54,7 @@ def test_position_counts_not_how_a_prompt_was_cut_into_chunks():
         engine, request = Engine(1, VOCAB), Request(list(range(30)), params)
         engine.load(0, request)
         plan = engine.plan([(0, request)])
-        plan.starts, plan.query_lens, plan.num_decode = [start], [length], 0
+        plan.starts, plan.query_lens, plan.num_decode = np.array([start]), np.array([length]), 0
         engine.state.load(plan.loads[0])
         tokens.append(engine.sampler.sample(logits.clone(), engine.sampler.prepare(plan)).tokens.item())
     assert len(set(tokens)) == 1
@@ -97,7 +97,7 @@ def poison(engine: Engine, rng: random.Random) -> None:
             logprobs=20,
         )
         engine.load(slot, Request([1] * 40, everything, output=[2] * 40))
-    engine.sampler.prepare(StepPlan(step=0))
+    engine.sampler.prepare(step_plan(step=0))
     for load in engine.loads:
         state.load(load)
     engine.loads.clear()
@@ -112,7 +112,7 @@ def test_a_reused_slot_gives_nothing_of_the_old_request_away():
         engine = Engine(8, VOCAB)
         poison(engine, rng)
         if flushed:
-            engine.sampler.prepare(StepPlan(step=0))
+            engine.sampler.prepare(step_plan(step=0))
         rows = list(enumerate(requests))
         for slot, request in rows:
             engine.load(slot, request)

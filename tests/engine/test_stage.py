@@ -16,6 +16,7 @@ from bladellm_runtime.kv.arena import KvShape
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.stages import Stages
 from bladellm_runtime.scheduler.plan import StepPlan
+from tests.support.step_plans import step_plan
 
 
 def random_plan(step: int, slots: int, sampled: dict[int, int]) -> StepPlan:
@@ -24,7 +25,7 @@ def random_plan(step: int, slots: int, sampled: dict[int, int]) -> StepPlan:
     decodes = [slot for slot in rows if slot in sampled and random.random() < 0.7]
     chunks = [slot for slot in rows if slot not in decodes]
     samples = [True] * len(decodes) + [random.random() < 0.5 for _ in chunks]
-    return StepPlan(step, slots=decodes + chunks, samples=samples, num_decode=len(decodes))
+    return step_plan(step, slots=decodes + chunks, samples=samples, num_decode=len(decodes))
 
 
 def test_the_first_stage_has_every_token_that_a_step_reads():
@@ -50,7 +51,7 @@ def test_a_step_of_other_rows_waits_for_none():
     dues = []
     for step in range(1, 9):
         slot = step % 2
-        dues.append(order.due(StepPlan(step, slots=[slot], samples=[True], num_decode=int(step > 2))))
+        dues.append(order.due(step_plan(step, slots=[slot], samples=[True], num_decode=int(step > 2))))
     assert dues == [0, 0, *range(1, 7)]
 
 

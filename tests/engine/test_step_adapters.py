@@ -16,6 +16,7 @@ from bladellm_runtime.engine.step_adapters import SlotAdapters
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
+from tests.support.step_plans import step_plan
 
 SLOTS, LORAS, SIZE = 6, 5, 200
 
@@ -37,7 +38,7 @@ def random_step(adapters: SlotAdapters) -> tuple[StepPlan, list[SlotTokens | Non
     slots = random.sample(range(SLOTS), random.randint(1, SLOTS))
     decodes = random.randrange(len(slots))
     lengths = [1] * decodes + [random.choice((1, 7, 32, 33)) for _ in slots[decodes:]]
-    plan = StepPlan(0, [], slots=slots, starts=[5] * len(slots), query_lens=lengths, num_decode=decodes)
+    plan = step_plan(0, slots=slots, starts=[5] * len(slots), query_lens=lengths, num_decode=decodes)
     plan.samples = [True] * len(slots)
     return plan, tokens, [own[slot] for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
 
@@ -88,7 +89,7 @@ def test_decode_rows_are_in_no_tiles(sequences):
     adapters = SlotAdapters(SLOTS)
     for slot, adapter in ((1, 3), (4, 0)):
         adapters.load(SlotLoad(slot, 0, random_prompt(9), 9, SamplingParams(), 0, adapter))
-    plan = StepPlan(0, [], slots=[1, 2, 4], starts=[5] * 3, query_lens=[1] * 3, num_decode=3)
+    plan = step_plan(0, slots=[1, 2, 4], starts=[5] * 3, query_lens=[1] * 3, num_decode=3)
     plan.samples = [True] * 3
     rows = adapters.of(plan)
     assert np.array_equal(rows, [3, -1, 0])
@@ -100,7 +101,7 @@ def test_decode_rows_are_in_no_tiles(sequences):
 
 def test_padding_of_captured_decode_steps_has_no_adapter(sequences):
     inputs = DecodeInputs(8, sequences.arena)
-    plan = StepPlan(0, [], slots=[1, 2, 4], starts=[5] * 3, query_lens=[1] * 3, num_decode=3)
+    plan = step_plan(0, slots=[1, 2, 4], starts=[5] * 3, query_lens=[1] * 3, num_decode=3)
     last_token = torch.zeros(SLOTS + 1, dtype=torch.int64)
     for rows in (np.array([3, -1, 0]), np.array([-1, 4, 4])):
         inputs._static.fill_(2**40)
@@ -108,7 +109,7 @@ def test_padding_of_captured_decode_steps_has_no_adapter(sequences):
         assert inputs.adapted
         batch = inputs.batch(8, last_token, adapted=True)
         assert batch.adapters.slots.tolist() == [*rows, *[-1] * 5]
-        assert batch.decode_slots.tolist()[:3] == plan.slots
+        assert batch.decode_slots.tolist()[:3] == plan.slots.tolist()
     inputs.send(plan, 8)
     assert not inputs.adapted
     assert inputs.batch(8, last_token).adapters is None

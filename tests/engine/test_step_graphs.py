@@ -15,14 +15,14 @@ from bladellm_runtime.engine.captured_sampling import GreedySampling, KernelSamp
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.request import SamplingParams
-from bladellm_runtime.scheduler.plan import StepPlan
-from bladellm_runtime.wire.messages import AddRequest
+from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
 from tests.engine.ties import assert_alike
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
 from tests.support.cases import drawn_of
+from tests.support.step_plans import step_plan
 
 FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
 FAMILIES = {
@@ -102,7 +102,7 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family, fus
         before, starts = captured.arena.rows.clone(), [captured.lengths[slot] for slot in slots]
         last_token[slots] = torch.tensor(tokens).flatten()
         last_token[6] = random_prompt(1)[0]
-        plan = StepPlan(step, slots=slots, starts=starts, query_lens=[1] * len(slots), num_decode=len(slots))
+        plan = step_plan(step, slots=slots, starts=starts, query_lens=[1] * len(slots), num_decode=len(slots))
         size = graphs.size_for(plan)
         assert size == (5 if len(slots) == 3 else 2)
         with torch.inference_mode():
@@ -159,7 +159,7 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
         if rng.random() < 0.05:
             aborted.add(victim := rng.randrange(len(requests) - len(waiting) + 1))
             deltas += core.abort([victim])
-        for delta in deltas + core.step():
+        for delta in one_by_one(deltas + core.step()):
             tokens[delta.request_id] += delta.tokens
     core.check()
     return tokens, aborted

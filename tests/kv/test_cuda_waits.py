@@ -70,7 +70,7 @@ def arena(cuda):
 def step(arena, views=(), rows=(), moves=(), ahead=()):
     """Submit a step with rows (slot, first position, tokens); `wait` is the caller's matter."""
     slots, starts, lengths = zip(*rows, strict=True) if rows else ((), (), ())
-    arena.submit(MemoryPlan(list(views), list(moves), list(ahead)), Rows(slots, starts, lengths))
+    arena.submit(MemoryPlan(list(views), list(moves), list(ahead)), Rows(*map(np.array, (slots, starts, lengths))))
 
 
 def in_thread(call):

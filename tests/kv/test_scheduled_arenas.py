@@ -16,6 +16,7 @@ from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest
 from tests.kv.arena_cases import KINDS, Geometry, integers, layers, pattern, payload_rows
+from tests.support.step_results import step_result
 
 VOCAB = 40
 GEOMETRY = Geometry(num_layers=2, kv_heads=1, head_dim=16, num_slots=5, blocks=5, block_granules=2, max_granules=10)
@@ -38,11 +39,11 @@ class ContentRunner:
         self.arena.submit(plan.memory, Rows(plan.slots, plan.starts, plan.query_lens))
         self.arena.wait()
         self.arena.move(plan.memory.moves)
-        starts = {load.slot: plan.starts[plan.slots.index(load.slot)] for load in plan.loads}
+        starts = {load.slot: int(plan.starts[plan.slots == load.slot][0]) for load in plan.loads}
         self.cached += sum(starts.values())
         self.tokens |= {load.slot: list(load.token_ids) for load in plan.loads}
         rows = [self.run(plan, row) for row in range(len(plan.slots))]
-        return StepResult(rows, [None] * len(rows), [None] * len(rows))
+        return step_result(rows)
 
     def run(self, plan: StepPlan, row: int) -> int | None:
         slot, start, end = plan.slots[row], plan.starts[row], plan.starts[row] + plan.query_lens[row]

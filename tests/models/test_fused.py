@@ -12,7 +12,6 @@ from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.layers.linear import Linear, StackedLinear
 from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.scheduler.plan import StepPlan
 from tests.engine.captured import Again
 from tests.models.harness import (
     DEVICES,
@@ -26,6 +25,7 @@ from tests.models.harness import (
 )
 from tests.models.quantized import SCHEMES, Tiny, plan
 from tests.models.test_families import CASES, LIMIT
+from tests.support.step_plans import step_plan
 
 GREEDY_SAMPLE = ["llama", "llama-tied-biased", "mistral-window", "qwen2-tied-yarn", "qwen3", "qwen3-window-yarn"]
 NAN_TOKEN, ZERO_TOKEN = VOCAB - 1, VOCAB - 2
@@ -149,7 +149,7 @@ def padded_logits(model: Decoder, prompts: dict[int, list[int]], padding: int) -
     last_token = torch.zeros(4, dtype=torch.int64)
     sampling = GreedySampling(SamplingState(3, VOCAB, [], torch.device("cpu")), last_token, 5)
     starts = [len(tokens) - 1 for tokens in prompts.values()]
-    step = StepPlan(0, slots=list(prompts), starts=starts, query_lens=[1, 1], num_decode=2)
+    step = step_plan(0, slots=list(prompts), starts=starts, query_lens=[1, 1], num_decode=2)
     with fused(model, 5) as steps, torch.inference_mode():
         graphs = StepGraphs([5], model, sequences.arena, sampling, last_token, None, None)
         graphs.capture_all(Again())

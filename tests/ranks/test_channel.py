@@ -1,5 +1,6 @@
 """Step plans arrive as they were sent, all of them and in order, and only where they may."""
 
+import dataclasses
 import random
 import tempfile
 import threading
@@ -35,6 +36,7 @@ from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, TokenMasks
 from tests.support.live import until
+from tests.support.step_plans import step_plan
 
 ROUNDS = 200
 
@@ -55,11 +57,11 @@ def some_plan(step: int) -> StepPlan:
     rows = random.randrange(1, 257)
     params = SamplingParams(temperature=0.7, seed=-5, stop=("a",), logit_bias={3: 0.5}, logprobs=2, stop_token_ids=(1,))
     load = SlotLoad(2, 1, some_numbers(random.randrange(1, 50)), 1, params, 3)
-    lists = [some_numbers(rows) for _ in range(4)]
-    samples = [random.random() < 0.5 for _ in range(rows)]
+    arrays = [np.array(some_numbers(rows)) for _ in range(4)]
+    samples = np.array([random.random() < 0.5 for _ in range(rows)])
     prefixes = (PrefixGroup((0, 1, 5), 8), PrefixGroup((2, 3), 40))
     decodes, constrained = random.randrange(rows + 1), sorted(random.sample(range(rows), rows // 2))
-    return StepPlan(step, [load], some_operations(), *lists, samples, decodes, prefixes, constrained)
+    return StepPlan(step, [load], some_operations(), *arrays, samples, decodes, prefixes, constrained)
 
 
 def a_place() -> str:
@@ -80,6 +82,12 @@ def send_often(sender: PlanSender, plan: StepPlan, pause: float) -> None:
         time.sleep(pause)
 
 
+def assert_same(found: StepPlan, plan: StepPlan) -> None:
+    for field in dataclasses.fields(StepPlan):
+        mine, own = getattr(found, field.name), getattr(plan, field.name)
+        assert np.array_equal(mine, own) if isinstance(own, np.ndarray) else mine == own
+
+
 def test_a_plan_arrives_as_it_was():
     for step in range(ROUNDS):
         plan = some_plan(step)
@@ -87,7 +95,7 @@ def test_a_plan_arrives_as_it_was():
         assert message.number == step
         assert isinstance(message.order, RunStep)
         found = read_step(message.order)
-        assert found == plan
+        assert_same(found, plan)
         for mine, own in zip(
             found.memory.views + found.memory.moves, plan.memory.views + plan.memory.moves, strict=True
         ):
@@ -130,7 +138,9 @@ def test_orders_reach_every_rank_in_order_and_reports_come_back(secret):
         sender.send(step_message(plan))
     for port in ports:
         orders = [port.receive(5.0) for _ in plans]
-        assert [read_step(order) for order in orders if isinstance(order, RunStep)] == plans
+        for order, plan in zip(orders, plans, strict=True):
+            assert isinstance(order, RunStep)
+            assert_same(read_step(order), plan)
         assert port.receive(0.0) is None
         port.close()
     sender.close()
@@ -157,7 +167,7 @@ def test_a_rank_that_takes_nothing_breaks_the_channel_and_not_the_memory(monkeyp
     address = a_place()
     sender, port = PlanSender(address, (1,)), PlanReceiver(address, 1)
     with pytest.raises(ChannelBroken, match="rank 1 takes no orders"):
-        send_often(sender, StepPlan(0, slots=[0] * 2000), 0.0)
+        send_often(sender, step_plan(0, slots=[0] * 2000), 0.0)
     assert sender.sent < 5000
     sender.end()
     port.close()
@@ -173,7 +183,7 @@ def test_a_rank_that_is_gone_breaks_the_channel_at_once_when_the_group_has_ended
     sender.end()
     started = time.monotonic()
     with pytest.raises(ChannelBroken):
-        send_often(sender, StepPlan(0), 0.001)
+        send_often(sender, step_plan(0), 0.001)
     assert time.monotonic() - started < 3.0
     sender.close()
 

@@ -15,6 +15,7 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, StepResult
 from bladellm_runtime.wire.messages import AddRequest, TokenLogprobs
 from tests.kv.fake_memory import FakeMemory
+from tests.support.step_results import step_result
 
 VOCAB = 64
 EOS = frozenset({0, 1})
@@ -144,7 +145,7 @@ class FakeDevice:
             self._load(load)
         rows = [self._run_row(plan, row) for row in range(len(plan.slots))]
         tokens, logprobs, prompt_logprobs = (list(column) for column in zip(*rows, strict=True))
-        self.in_flight.append((plan, StepResult(tokens, logprobs, prompt_logprobs)))
+        self.in_flight.append((plan, step_result(tokens, logprobs, prompt_logprobs)))
 
     def collect(self) -> tuple[StepPlan, StepResult]:
         plan, result = self.in_flight.popleft()
@@ -162,8 +163,11 @@ class FakeDevice:
         assert {load.slot for load in plan.loads} <= set(plan.slots[plan.num_decode :]), "a load without its first rows"
         for earlier, _ in self.in_flight:
             for mine, theirs in ((plan, earlier), (earlier, plan)):
-                for name in ("slots", "generations", "starts", "query_lens", "samples", "loads", "memory"):
+                for name in ("starts", "loads", "memory"):
                     assert getattr(mine, name) is not getattr(theirs, name), "a list is shared between steps"
+                for name in ("slots", "generations", "query_lens", "samples"):
+                    shared = getattr(mine, name) is getattr(theirs, name)
+                    assert not shared or not getattr(mine, name).flags.writeable, "what is shared can be written to"
 
     def _check_groups(self, plan: StepPlan) -> None:
         """Rows of a group show the same granules, full and below their newest tokens, and no row is in two groups."""
@@ -179,9 +183,10 @@ class FakeDevice:
             assert all(group.granules * self.spec.granule_tokens <= plan.starts[row] for row in group.rows)
 
     def _note_failures(self, plan: StepPlan, result: StepResult) -> None:
-        for slot, generation, token in zip(plan.slots, plan.generations, result.tokens, strict=True):
+        rows = zip(plan.slots, plan.generations, plan.samples, result.tokens, strict=True)
+        for slot, generation, samples, token in rows:
             residence = self.residences[slot]
-            if token == -1 and residence.load.generation == generation:
+            if samples and token == -1 and residence.load.generation == generation:
                 self.tainted.add(residence.number)
 
     def _load(self, load: SlotLoad) -> None:
@@ -201,7 +206,8 @@ class FakeDevice:
         self.last_token[load.slot] = -99
 
     def _run_row(self, plan: StepPlan, row: int) -> tuple[int | None, TokenLogprobs | None, list[TokenLogprobs] | None]:
-        slot, generation, start, count = plan.slots[row], plan.generations[row], plan.starts[row], plan.query_lens[row]
+        columns = (plan.slots, plan.generations, plan.starts, plan.query_lens)
+        slot, generation, start, count = (int(column[row]) for column in columns)
         load = self.loads[slot]
         assert generation == load.generation
         self._check_extent(load, start, count)

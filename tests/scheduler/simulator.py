@@ -10,7 +10,7 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, RequestDelta, one_by_one
 from tests.kv.fake_memory import FakeMemory
 from tests.scheduler.fake_device import FakeDevice, expected_answer
 
@@ -99,7 +99,7 @@ class Simulation:
         if not self.device.in_flight:
             return []
         self.now += 1.0
-        deltas = self.scheduler.complete(*self.device.collect(), self.now)
+        deltas = list(one_by_one(self.scheduler.complete(*self.device.collect(), self.now)))
         self._receive(deltas)
         return deltas
 

@@ -20,7 +20,7 @@ def endless(sim: Simulation, length: int, max_tokens: int | None = None) -> int:
 
 
 def rows(plan) -> list[tuple[int, int, bool]]:
-    return list(zip(plan.starts, plan.query_lens, plan.samples, strict=True))
+    return list(zip(plan.starts.tolist(), plan.query_lens.tolist(), plan.samples.tolist(), strict=True))
 
 
 def test_decode_rows_come_first_then_chunks_in_arrival_order():
@@ -33,7 +33,7 @@ def test_decode_rows_come_first_then_chunks_in_arrival_order():
     assert plan.num_decode == 1
     assert rows(plan) == [(3, 1, True), (6, 3, True), (3, 2, True)]
     sim.complete()
-    assert sim.launch().starts == [4, 9, 5]
+    assert sim.launch().starts.tolist() == [4, 9, 5]
     sim.complete()
     sim.finish()
 

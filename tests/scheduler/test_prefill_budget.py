@@ -126,12 +126,12 @@ def test_the_scheduler_cuts_prompts_beside_decodes_only():
     sim = simulation(max_batch_tokens=4096, prefill_chunk_tokens=4096, max_model_len=4096, num_granules=2000)
     sim.scheduler.bound_steps(StepBound(14.0, COST))
     endless(sim, 1024, 40)
-    assert sim.launch().query_lens == [1024]
+    assert sim.launch().query_lens.tolist() == [1024]
     sim.complete()
     endless(sim, 1024, 40)
     lens = []
     while len(lens) < 2 or len(lens[-1]) > 2 or lens[-1] != [1, 1]:
-        lens.append(sim.launch().query_lens)
+        lens.append(sim.launch().query_lens.tolist())
         sim.complete()
     # Two halves, the first in a step of 576 tokens.
     assert lens == [[1, 575], [1, 449], [1, 1]]

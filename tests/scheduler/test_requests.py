@@ -3,18 +3,17 @@
 import pytest
 
 from bladellm_runtime.request import FinishReason
-from bladellm_runtime.scheduler.plan import StepResult
-from bladellm_runtime.wire.messages import AddRequest, RequestDelta
+from bladellm_runtime.wire.messages import AddRequest, RequestDelta, one_by_one
 from tests.scheduler.fake_device import EOS, VOCAB
 from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, simulation
+from tests.support.step_results import step_result
 
 
 def answer(sim: Simulation, *tokens: int | None) -> list[RequestDelta]:
     """Plan a step and complete it with these tokens, without a device."""
     plan = sim.scheduler.plan()
-    nothing = [None] * len(plan.slots)
-    return sim.scheduler.complete(plan, StepResult(list(tokens), nothing, nothing), 1.0)
+    return list(one_by_one(sim.scheduler.complete(plan, step_result(tokens), 1.0)))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_a_slot_is_not_reused_while_a_step_with_its_old_request_is_in_flight():
     assert sim.complete() == []
     assert sim.memory.used == 0
     plan = sim.launch()
-    assert plan.generations == [2]
+    assert plan.generations.tolist() == [2]
     sim.finish()
     assert len(sim.tokens(new)) == 3
 
@@ -156,15 +155,15 @@ def test_a_result_of_another_generation_is_dropped():
     sim = simulation()
     endless(sim, 3, 5)
     plan = sim.scheduler.plan()
-    plan.generations[0] -= 1
-    assert sim.scheduler.complete(plan, StepResult([9], [None], [None]), 1.0) == []
+    plan.generations = plan.generations - 1
+    assert sim.scheduler.complete(plan, step_result([9]), 1.0) == []
 
 
 def test_steps_complete_in_the_order_planned():
     sim = simulation()
     endless(sim, 3, 5)
     first, second = sim.scheduler.plan(), sim.scheduler.plan()
-    result = StepResult([9], [None], [None])
+    result = step_result([9])
     with pytest.raises(ValueError, match="not the oldest"):
         sim.scheduler.complete(second, result, 1.0)
     assert sim.scheduler.complete(first, result, 1.0)

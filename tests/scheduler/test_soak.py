@@ -64,7 +64,7 @@ class Traffic:
         events["ahead"] += len(memory.ahead)
         for kind in (Copy, SwapIn, SwapOut):
             events[kind.__name__] += sum(isinstance(move, kind) for move in memory.moves)
-        events["hits"] += sum(plan.starts[plan.slots.index(load.slot)] > 0 for load in plan.loads)
+        events["hits"] += sum(plan.starts[plan.slots == load.slot][0] > 0 for load in plan.loads)
 
 
 def soak(steps: int, seed: int, depth: int, block: int, granules: int) -> Counter[str]:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,7 +158,7 @@ def test_waits_for_mappings_are_told_apart(monkeypatch, views, tokens, seconds, 
     arena = SimpleNamespace(device="cuda", stats=ArenaStats(), submit=lambda plan, rows: None, wait=wait)
     trace = kv_memory.Trace()
     trace.watch(arena)
-    arena.submit(MemoryPlan(views), Rows([0, 1], [0, 9], [tokens, 1]))
+    arena.submit(MemoryPlan(views), Rows(*np.array([[0, 1], [0, 9], [tokens, 1]])))
     arena.wait()
     found = kv_memory.summary(trace.waits)
     assert trace.waits[0].decode == (tokens == 1)
