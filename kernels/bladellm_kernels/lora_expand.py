@@ -24,7 +24,11 @@ def lora_expand(
     """
     _check(h, b, rows, adapters, y)
     if y.is_cuda and has_triton():
-        _launch(h, b, rows, adapters, y)
+        from bladellm_kernels.lora_beside import join
+        from bladellm_kernels.lora_expand_triton import launch_expand
+
+        join(adapters)
+        launch_expand(h, b, rows, adapters, y)
         return
     total = h.sum(0)
     for slot in used_slots(adapters, len(b)):
@@ -49,9 +53,11 @@ def lora_expand_silu_mul(
         lora_expand(h, b, rows, adapters, y)
         return silu_mul(y)
     _check(h, b, rows, adapters, y)
-    out = torch.empty(len(y), rows[0], dtype=y.dtype, device=y.device)
-    _launch_silu(h, b, adapters, y, out)
-    return out
+    from bladellm_kernels.lora_beside import join
+    from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
+
+    join(adapters)
+    return launch_expand_silu_mul(h, b, adapters, y)
 
 
 def lora_expand_reference(
@@ -66,25 +72,6 @@ def lora_expand_reference(
                 own = h[token, index * ranks : (index + 1) * ranks].double()
                 out[token, end - size : end] += b[slot, end - size : end].double() @ own
     return out
-
-
-def _launch(h: torch.Tensor, b: torch.Tensor, rows: tuple[int, ...], adapters: TokenAdapters, y: torch.Tensor) -> None:
-    from bladellm_kernels.lora_beside import join
-    from bladellm_kernels.lora_expand_triton import launch_expand
-    from bladellm_kernels.lora_groups_triton import GROUP_TOKENS, launch_expand_groups
-
-    join(adapters)
-    grouped = adapters.tiles is None and len(y) >= GROUP_TOKENS
-    (launch_expand_groups if grouped else launch_expand)(h, b, rows, adapters, y)
-
-
-def _launch_silu(h: torch.Tensor, b: torch.Tensor, adapters: TokenAdapters, y: torch.Tensor, out: torch.Tensor) -> None:
-    from bladellm_kernels.lora_beside import join
-    from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
-    from bladellm_kernels.lora_groups_triton import GROUP_TOKENS, launch_expand_silu_groups
-
-    join(adapters)
-    (launch_expand_silu_groups if len(y) >= GROUP_TOKENS else launch_expand_silu_mul)(h, b, adapters, y, out)
 
 
 def _check(h: torch.Tensor, b: torch.Tensor, rows: tuple[int, ...], adapters: TokenAdapters, y: torch.Tensor) -> None:

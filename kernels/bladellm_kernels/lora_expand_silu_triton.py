@@ -46,17 +46,17 @@ def expand_silu_mul_kernel(
     tl.store(out + token.to(tl.int64) * rows + output, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def launch_expand_silu_mul(
-    h: torch.Tensor, b: torch.Tensor, adapters: TokenAdapters, y: torch.Tensor, out: torch.Tensor
-) -> None:
-    """As `lora_expand_silu_mul`, of few tokens that are not in tiles, into `out`."""
+def launch_expand_silu_mul(h: torch.Tensor, b: torch.Tensor, adapters: TokenAdapters, y: torch.Tensor) -> torch.Tensor:
+    """As `lora_expand_silu_mul`, of tokens that are not in tiles."""
     parts, tokens, _ = h.shape
     rows, ranks = b.shape[1] // 2, b.shape[2]
     block_r = power_of_two(ranks)
     block_n = max(LEAST_OUTPUTS, TILE_NUMBERS // block_r)
+    out = torch.empty(tokens, rows, dtype=y.dtype, device=y.device)
     if tokens:
         expand_silu_mul_kernel[(tokens, -(-rows // block_n))](
             h, b, adapters.slots, y, out, tokens, parts, rows, b.stride(0), y.stride(0), RANKS=ranks,
             BLOCK_P=power_of_two(parts), BLOCK_R=block_r, BLOCK_N=block_n, READY=adapters.ready, num_warps=4,
             **adapter_launch(adapters, y.device),
         )  # fmt: skip
+    return out

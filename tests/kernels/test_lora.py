@@ -150,7 +150,6 @@ def test_wrong_arguments_are_refused():
 
 def interpret(shapes, dtype):
     from bladellm_kernels.lora_expand_triton import launch_expand
-    from bladellm_kernels.lora_groups_triton import launch_expand_groups
     from bladellm_kernels.lora_shrink_triton import launch_shrink
 
     for shape in shapes:
@@ -159,31 +158,16 @@ def interpret(shapes, dtype):
             problem.check(launch_shrink, launch_expand, problem.adapters(tiled))
         late = TokenAdapters(problem.adapters(False).slots, ready=False)
         problem.check(launch_shrink, launch_expand, late)
-        problem.check(launch_shrink, launch_expand_groups, late, limit=3)
-
-
-def gated_by(launch):
-    """A launch that is given its output, as one that returns it."""
-
-    def gated(h, b, adapters, y):
-        out = torch.full((len(y), y.shape[1] // 2), torch.nan, dtype=y.dtype, device=y.device)
-        launch(h, b, adapters, y, out)
-        return out
-
-    return gated
 
 
 def interpreted():
     from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
     from bladellm_kernels.lora_expand_triton import launch_expand
-    from bladellm_kernels.lora_groups_triton import launch_expand_groups, launch_expand_silu_groups
     from bladellm_kernels.lora_shrink_triton import launch_shrink
 
-    for tokens, launch in ((5, launch_expand_silu_mul), (37, launch_expand_silu_groups)):
-        problem = Problem(tokens, 40, (300, 300), 6, torch.float32)
-        for ready in (True, False):
-            check_gated(problem, gated_by(launch), TokenAdapters(problem.adapters(False).slots, ready=ready))
-    problem.check(launch_shrink, launch_expand_groups, problem.adapters(False), limit=3)
+    problem = Problem(5, 40, (300, 300), 6, torch.float32)
+    for ready in (True, False):
+        check_gated(problem, launch_expand_silu_mul, TokenAdapters(problem.adapters(False).slots, ready=ready))
     interpret(SHAPES[:1], torch.float32)
     interpret(SHAPES[1:2], torch.float16)
     problem = Problem(TILE_TOKENS + 2, 40, (33, 20), 5, torch.float32, torch.float16)
@@ -211,19 +195,15 @@ def test_kernels_compile_for_hopper(dtype):
     pytest.importorskip("triton")
     from bladellm_kernels.lora_expand_silu_triton import launch_expand_silu_mul
     from bladellm_kernels.lora_expand_triton import launch_expand
-    from bladellm_kernels.lora_groups_triton import launch_expand_groups, launch_expand_silu_groups
     from bladellm_kernels.lora_shrink_triton import launch_shrink
 
-    problem = Problem(32, 512, (256, 64, 64), 16, dtype)
-    rowwise, out = problem.adapters(False), torch.empty(32, 64, dtype=dtype)
+    problem = Problem(5, 512, (256, 64, 64), 16, dtype)
     with compiled_launches() as compiled:
         for tiled in (False, True):
             h = launch_shrink(problem.x, problem.a, problem.scales, problem.adapters(tiled))
             launch_expand(h, problem.b, problem.rows, problem.adapters(tiled), problem.y)
-        launch_expand_groups(h, problem.b, problem.rows, rowwise, problem.y)
-        for launch in (launch_expand_silu_mul, launch_expand_silu_groups):
-            launch(h[:, :, :32].contiguous(), problem.b[:, :128], rowwise, problem.y, out)
-    assert len(compiled) == 7
+        launch_expand_silu_mul(h[:, :, :32].contiguous(), problem.b[:, :128], problem.adapters(False), problem.y)
+    assert len(compiled) == 5
     for name, kernel in compiled.items():
         ptx = kernel.asm["ptx"]
         assert waits_before_it_writes(ptx), name
