@@ -9,7 +9,7 @@ from bladellm_runtime.lora.loader import AdapterLoader
 from bladellm_runtime.lora.peft_folder import AdapterReader
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder
-from bladellm_runtime.models.lora import LoraShape
+from bladellm_runtime.models.lora_layout import LoraShape
 
 
 def lora_shape(args: EngineArgs, dtype: torch.dtype) -> LoraShape | None:

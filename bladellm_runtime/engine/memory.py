@@ -51,8 +51,9 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
     logits = 3 * min(tokens, args.max_running_requests) * spec.vocab_size * 4
-    # What the A of adapters leave of tokens.
-    adapters = TILE_PARTS * tokens * MAX_SLICES * args.max_lora_rank * 4 if args.enable_lora else 0
+    # What the A of adapters leave of tokens, and of decode rows those of all slots.
+    rows = min(tokens, args.max_running_requests) * args.max_loras * max(dtype.itemsize, 2)
+    adapters = (TILE_PARTS * tokens * 4 + rows) * MAX_SLICES * args.max_lora_rank if args.enable_lora else 0
     # Dequantized keys and values, at most 256 MiB, kernels' work lists; and the parts of long prefixes, a few at once.
     attention = GIB // 2 + ATTENTION_STATES * tokens * spec.heads * spec.head_dim * max(dtype.itemsize, 2)
     return activations + logits + adapters + attention
@@ -65,6 +66,8 @@ def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     shared = [] if args.disable_prompt_cache else cascade_sizes(sizes)
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     logits = max(sizes, default=0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
+    # What the A of all slots leave of rows of decode steps.
+    width += args.max_loras * MAX_SLICES * args.max_lora_rank if args.enable_lora else 0
     # Beside the activations, what the final norm leaves.
     activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + spec.hidden_size) * dtype.itemsize
     times = 2 if args.enable_lora else 1  # without adapters and with them

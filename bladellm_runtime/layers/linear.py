@@ -63,10 +63,16 @@ class LinearLayer(ABC):
 
 
 class Linear(LinearLayer):
-    """`x · weightᵀ + bias`: x [T, in], weight [out, in], bias [out] or None, all of one type."""
+    """`x · weightᵀ + bias`: x [T, in], weight [out, in], bias [out] or None, all of one type.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    stacked: [out and more, in], the weight with rows behind it that others fill; None without. `bytes` without these.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, stacked: torch.Tensor | None = None
+    ) -> None:
         self.weight = weight
+        self.stacked = stacked
         self.bias = bias
         self.bytes = sum(part.nbytes for part in (weight, bias) if part is not None)
 

@@ -4,16 +4,19 @@ The names are those of the field: a layer is of the column-parallel kind where i
 the row-parallel kind where its inputs are. Merged layers hold the slices of several projections side by side.
 """
 
-from dataclasses import dataclass
-
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm
+from bladellm_kernels.linear_schedules import MAX_ROWS
 from bladellm_kernels.lora_expand import lora_expand, lora_expand_silu_mul
 from bladellm_kernels.lora_shrink import lora_shrink
 from bladellm_kernels.lora_tokens import TokenAdapters
 
-from bladellm_runtime.layers.linear import LinearLayer
+from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.stacked_lora import LoraWeights, StackedLora
+
+DELAYED_NORMS = True
+"""Whether layers with stacked A fuse with the norms around them; a switch for measuring."""
 
 
 class LoraState:
@@ -29,24 +32,11 @@ class LoraState:
             self.adapters = self.adapters.select(tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """The adapters of one layer, a slot each; ranks that an adapter does not have are 0.
-
-    a: [slots, S · R, in], the ranks of slice after slice; b: [slots, out, R]; scales: float32 [slots, S]; rows: outputs
-    of each of the S slices.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scales: torch.Tensor
-    rows: tuple[int, ...]
-
-
 class LinearWithLoRA(LinearLayer):
     """`layer(x) + scale · (x Aᵀ) Bᵀ`, of each row's own adapter; A and B may be of another type than x.
 
-    `bytes`: of the layer below alone; the adapters of all layers lie in one memory.
+    stacked: the layer with A of all slots behind its weight, `weights.a` being a view of that; None where A lies apart.
+    It serves rows that are not in tiles. `bytes`: of the layer below alone.
     """
 
     slices: int = 1
@@ -57,9 +47,15 @@ class LinearWithLoRA(LinearLayer):
         self.layer = layer
         self.weights = weights
         self.bytes = layer.bytes
+        self.stacked: StackedLora | None = None
+        if isinstance(layer, Linear) and layer.stacked is not None:
+            self.stacked = StackedLora(layer.stacked, layer.bias, weights)
         self._state = state
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if riding := self._riding:
+            stacked, adapters = riding
+            return stacked(x, adapters, out)
         # Before the layer, whose weight is read meanwhile where kernels start early.
         shrunk = self._shrink(x)
         y = self.layer(x, out)
@@ -75,6 +71,8 @@ class LinearWithLoRA(LinearLayer):
     def add_normed(self, x: torch.Tensor, residual: torch.Tensor, norm: RmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
         if self._is_plain:
             return self.layer.add_normed(x, residual, norm)
+        if self._riding:
+            return norm.add(self(x), residual)
         shrunk = self._shrink(x)
         if self.layer.add_to(residual, x):
             self._expand(shrunk, residual)
@@ -84,10 +82,19 @@ class LinearWithLoRA(LinearLayer):
         return norm.add(y, residual)
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
-        return self._is_plain and self.layer.fuses(rows, gated)
+        if self._is_plain:
+            return self.layer.fuses(rows, gated)
+        # In float16 x · weight can be out of range before the division of the norm.
+        ranged = self.weights.b.dtype != torch.float16
+        return DELAYED_NORMS and ranged and rows <= MAX_ROWS and self._riding is not None
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.layer.normed(norm, out) if self._is_plain else super().normed(norm, out)
+        if self._is_plain:
+            return self.layer.normed(norm, out)
+        if out is None and (riding := self._riding):
+            stacked, adapters = riding
+            return stacked.normed(norm, adapters)
+        return super().normed(norm, out)
 
     def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
         return self.layer.normed_silu_mul(norm) if self._is_plain else super().normed_silu_mul(norm)
@@ -95,12 +102,24 @@ class LinearWithLoRA(LinearLayer):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, DelayedNorm]:
-        add = self.layer.add if self._is_plain else super().add
-        return add(x, residual, norm_weight, eps)
+        if self._is_plain:
+            return self.layer.add(x, residual, norm_weight, eps)
+        if self.slices == 1 and (riding := self._riding):
+            stacked, adapters = riding
+            return stacked.add(x, residual, norm_weight, eps, adapters)
+        return super().add(x, residual, norm_weight, eps)
 
     @property
     def _is_plain(self) -> bool:
         return self._state.adapters is None
+
+    @property
+    def _riding(self) -> tuple[StackedLora, TokenAdapters] | None:
+        """The stacked layer and the rows' adapters, where A is multiplied with the layer's weight."""
+        adapters = self._state.adapters
+        if self.stacked is None or adapters is None or adapters.tiles is not None:
+            return None
+        return self.stacked, adapters
 
     def _shrink(self, x: torch.Tensor) -> torch.Tensor | None:
         adapters = self._state.adapters
@@ -135,6 +154,14 @@ class ColParaLinearWithSliceLoRA(LinearWithLoRA):
         adapters, weights = self._state.adapters, self.weights
         if adapters is None:
             return self.layer.silu_mul(x)
+        if riding := self._riding:
+            return riding[0].silu_mul(x, adapters)
         shrunk = lora_shrink(x, weights.a, weights.scales, adapters)
         first, second = weights.rows
         return lora_expand_silu_mul(shrunk, weights.b, (first, second), adapters, self.layer(x))
+
+    def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
+        if riding := self._riding:
+            stacked, adapters = riding
+            return stacked.normed_silu_mul(norm, adapters)
+        return super().normed_silu_mul(norm)

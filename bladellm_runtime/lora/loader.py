@@ -103,17 +103,14 @@ class AdapterLoader:
         return held
 
     def _copy(self, held: HostAdapter, slot: int, queued: torch.cuda.Event | Future[None] | None) -> None:
-        numbers, scales = self._memory.numbers[slot], self._memory.scales[slot]
         if isinstance(queued, Future):
             queued.result()
         if self._stream is None or not isinstance(queued, torch.cuda.Event):
-            numbers.copy_(held.numbers)
-            scales.copy_(held.scales)
+            self._memory.write(slot, held.numbers, held.scales)
             return
         with torch.cuda.stream(self._stream):
             queued.wait(self._stream)
-            numbers.copy_(held.numbers, non_blocking=True)
-            scales.copy_(held.scales, non_blocking=True)
+            self._memory.write(slot, held.numbers, held.scales, non_blocking=True)
         self._stream.synchronize()
 
     def _drop(self, adapter: str) -> None:

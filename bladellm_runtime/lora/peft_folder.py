@@ -14,7 +14,7 @@ from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.lora.peft_config import AdapterConfig, ends_with, read_adapter_config
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.folder import file_in
-from bladellm_runtime.models.lora import LoraLayout
+from bladellm_runtime.models.lora_layout import LoraLayout
 from bladellm_runtime.models.weights import Part, weight_table
 
 TENSOR_FILE = "adapter_model.safetensors"

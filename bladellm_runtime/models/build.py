@@ -1,6 +1,6 @@
 """From values of parts to the decoder's tensors and linear layers: fused where they can be, packed where quantized."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -20,11 +20,20 @@ Piece = torch.Tensor | QuantizedWeight
 class WeightBuilder:
     """Builds parameters of type `dtype` on `device` one after the other: only one at a time is there unpacked."""
 
-    def __init__(self, source: Source, schemes: Schemes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        source: Source,
+        schemes: Schemes,
+        device: torch.device,
+        dtype: torch.dtype,
+        stacked: Mapping[str, int] | None = None,
+    ) -> None:
+        """stacked: rows to be kept behind the plain weights of some layers, by their names without `.weight`."""
         self._source = source
         self._schemes = schemes
         self._device = device
         self._dtype = dtype
+        self._stacked = stacked or {}
 
     def build(self, table: WeightTable) -> Weights:
         """Every parameter of the table. Raises `CheckpointError` for stored values that no weight can have."""
@@ -32,7 +41,9 @@ class WeightBuilder:
         for name, parts in table.items():
             if parts[0].module is not None:
                 layer = name.removesuffix(".weight")
-                weights.linears[layer] = self._linear(parts, table.get(f"{layer}.bias"))
+                bias = table.get(f"{layer}.bias")
+                rows = self._stacked.get(layer)
+                weights.linears[layer] = self._linear(parts, bias) if rows is None else self._above(parts, bias, rows)
             elif not name.endswith(".bias"):
                 weights.tensors[name] = self._plain(parts)
         self._source.finish()
@@ -51,6 +62,14 @@ class WeightBuilder:
                 layers.append(Linear(piece, own_bias))
             first = last
         return layers[0] if len(layers) == 1 else StackedLinear(layers)
+
+    def _above(self, parts: Sequence[Part], bias_parts: Sequence[Part] | None, rows: int) -> LinearLayer:
+        """A layer with so many undefined rows behind its weight, which is plain."""
+        bias = None if bias_parts is None else self._plain(bias_parts)
+        count, inputs = parameter_shape(parts)
+        stacked = torch.empty(count + rows, inputs, dtype=self._dtype, device=self._device)
+        self._source.fill(stacked[:count], parts)
+        return Linear(stacked[:count], bias, stacked)
 
     def _pieces(self, parts: Sequence[Part]) -> Iterator[Piece]:
         """The fewest weights, in order, that hold the rows of all parts."""

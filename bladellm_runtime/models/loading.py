@@ -13,7 +13,9 @@ from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder, StageEnds
-from bladellm_runtime.models.lora import LoraMemory, LoraShape, lora_bytes
+from bladellm_runtime.models.lora import LoraMemory, lora_bytes
+from bladellm_runtime.models.lora_layout import LoraShape
+from bladellm_runtime.models.lora_stacking import stacked_rows
 from bladellm_runtime.models.parallel import TensorParallel, make_plan, share_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
@@ -102,14 +104,15 @@ class _Model:
         """The decoder of what the source gives. Raises `CheckpointError` where it cannot fit."""
         device, dtype = self.device, self.dtype
         loading = loading_bytes(self.table, schemes, dtype) + (AHEAD_BYTES if schemes and device.type == "cuda" else 0)
-        loading += 0 if self.lora is None else lora_bytes(self.whole, self.lora)
+        stacked = {} if self.lora is None else stacked_rows(self.whole, self.lora, schemes, dtype)
+        loading += 0 if self.lora is None else lora_bytes(self.whole, self.lora, stacked)
         _check_memory(self.folder, weight_bytes(self.table, schemes, dtype, device) + loading, device, dtype)
-        weights = WeightBuilder(source, schemes, device, dtype).build(self.table)
+        weights = WeightBuilder(source, schemes, device, dtype, stacked).build(self.table)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
         if self.lora is not None:
-            weights = weights.with_lora(LoraMemory(self.whole, self.lora, device))
+            weights = weights.with_lora(LoraMemory(self.whole, self.lora, device, stacked))
         if self.parallel is None:
             return Decoder(self.spec, weights)
         ends = StageEnds(self.parallel.is_first, self.parallel.is_last)

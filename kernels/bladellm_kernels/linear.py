@@ -55,14 +55,16 @@ def linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    measured: int | None = None,
 ) -> torch.Tensor:
     """`x · weightᵀ + bias + residual`, summed in float32 on CUDA.
 
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], may be `out`; all of one floating-point type and device.
-    out: [M, N] to write to. Returns it, or a new tensor. Raises ValueError naming the argument that is wrong.
+    out: [M, N] to write to. measured: outputs of a weight, nearly as many, whose schedule is taken; None for N.
+    Returns out, or a new tensor. Raises ValueError naming the argument that is wrong.
     """
     check_arguments(x, weight, bias, out, residual, weight.shape[0])
-    schedule = schedule_for(x, weight)
+    schedule = schedule_for(x, weight, outputs=measured)
     if isinstance(schedule, CublasLtSchedule):
         return _by_algorithm(schedule, x, weight, bias, out, residual)
     if schedule is None:
@@ -107,9 +109,11 @@ def linear_silu_mul_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return gate / (1 + torch.exp(-gate)) * up
 
 
-def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> LinearSchedule | None:
+def schedule_for(
+    x: torch.Tensor, weight: torch.Tensor, gated: bool = False, outputs: int | None = None
+) -> LinearSchedule | None:
     """The schedule of a kernel, or None where torch computes it: no CUDA, no rows, other types, odd layouts, or where
-    the table leaves it to cuBLAS."""
+    the table leaves it to cuBLAS. outputs: as if the weight had so many."""
     rows, inputs = x.shape
     if (
         not x.is_cuda
@@ -122,7 +126,7 @@ def schedule_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> 
     if inputs == 0 or len(weight) == 0 or not _fits(x) or not _fits(weight):
         return None
     table = _given_table or measured_table(x.device)
-    return table.choose(rows, len(weight) // (1 + gated), inputs, gated)
+    return table.choose(rows, outputs or len(weight) // (1 + gated), inputs, gated)
 
 
 def _by_many_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:

@@ -29,7 +29,8 @@ def fill_slots(engine: Engine) -> None:
     lora = runner_of(engine.core)._model.lora
     if lora is None:
         raise RuntimeError("the engine was built without adapters")
-    lora.numbers.normal_(0.0, 0.02)
+    for matrices in lora.matrices:
+        matrices.normal_(0.0, 0.02)
     lora.scales.fill_(1.0)
 
 

@@ -281,8 +281,10 @@ def test_slots_are_of_the_type_and_the_number_asked_for(family):
     for dtype in ("auto", "bfloat16"):
         with LLM(str(DEMO), **OPTIONS | {"lora_dtype": dtype, "max_lora_rank": 16}) as llm:
             taken[dtype] = dict(llm.ready.memory)["LoRA adapters"]
-            numbers = llm._engine.core._runner._model.lora.numbers
-            assert taken[dtype] == numbers.nbytes + llm._engine.core._runner._model.lora.scales.nbytes
+            lora = llm._engine.core._runner._model.lora
+            assert taken[dtype] == sum(matrices.nbytes for matrices in lora.matrices) + lora.scales.nbytes
+            assert len(lora.matrices) == (1 + len(lora.layout.places) if dtype == "auto" else 1)
+            numbers = lora.numbers
             assert numbers.dtype == (torch.float32 if dtype == "auto" else torch.bfloat16)
             outputs = llm.generate(PROMPTS[:2], GREEDY, lora=family.folders[0])
             assert [len(output.outputs[0].token_ids) for output in outputs] == [TOKENS] * 2

@@ -14,14 +14,16 @@ from bladellm_runtime.layers.lora import (
     ColParaLinearWithLoRA,
     ColParaLinearWithSliceLoRA,
     LoraState,
-    LoraWeights,
     QKVProjectionWithLoRA,
     RowParaLinearWithLoRA,
 )
+from bladellm_runtime.layers.stacked_lora import LoraWeights, StackedLora
 from bladellm_runtime.lora.peft_folder import AdapterReader, empty_adapter
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.loading import load_model
-from bladellm_runtime.models.lora import LoraShape, lora_bytes
+from bladellm_runtime.models.lora import lora_bytes
+from bladellm_runtime.models.lora_layout import LoraShape
+from bladellm_runtime.models.lora_stacking import stacked_rows
 from bladellm_runtime.models.parallel import TensorParallel, make_plan
 from bladellm_runtime.models.weights import weight_table
 from bladellm_tools.split.splitting import split_model
@@ -48,18 +50,17 @@ class Adapted(Sequences):
         return batch
 
 
-def load(folder, adapters, device="cpu", communicator=None, shape=SHAPE):
+def load(folder, adapters, device="cpu", communicator=None, shape=SHAPE, dtype=torch.float32):
     """A model, or a rank's part of it, with adapters in its first slots."""
     spec = read_model_spec(folder)
     parallel = None if communicator is None else TensorParallel(make_plan(folder, communicator.size), communicator)
-    place = {"device": torch.device(device), "dtype": torch.float32, "load_format": "auto", "seed": 0}
+    place = {"device": torch.device(device), "dtype": dtype, "load_format": "auto", "seed": 0}
     model = load_model(folder, spec, **place, parallel=parallel, lora=shape)
     reader = AdapterReader(spec, model.lora.layout)
     for slot, adapter in enumerate(adapters):
         held = empty_adapter(model.lora.layout, shape.dtype, pinned=False)
         reader.read(adapter, held)
-        model.lora.numbers[slot].copy_(held.numbers)
-        model.lora.scales[slot].copy_(held.scales)
+        model.lora.write(slot, held.numbers, held.scales)
     return model
 
 
@@ -147,22 +148,28 @@ def test_steps_without_adapters_are_those_of_the_layers_below(family):
     assert not layer.fuses(1)
 
 
-@pytest.mark.parametrize("by_cublas", [False, True])
-def test_each_layer_is_added_to_once(family, by_cublas, monkeypatch):
+@pytest.mark.parametrize("way", ["apart", "apart by cublas", "stacked"])
+def test_each_layer_is_added_to_once(family, way, monkeypatch):
     """Also where the layer below adds to the residual by itself, which it does for many rows on a GPU."""
     folder, adapters, references = family
-    model, calls = load(folder, adapters), []
+    monkeypatch.setattr("bladellm_runtime.models.lora_stacking.STACKED", way == "stacked")
+    model, calls, outputs = load(folder, adapters), [], StackedLora._outputs
 
     def counted(*given):
         calls.append(given)
         return lora_shrink(*given)
+
+    def counted_outputs(*given):
+        calls.append(given)
+        return outputs(*given)
 
     def add_to(self, residual, x):
         residual += self(x)
         return True
 
     monkeypatch.setattr("bladellm_runtime.layers.lora.lora_shrink", counted)
-    if by_cublas:
+    monkeypatch.setattr(StackedLora, "_outputs", counted_outputs)
+    if way == "apart by cublas":
         monkeypatch.setattr(Linear, "add_to", add_to)
     prompts = [random_prompt(11)]
     found = Adapted(model, [0]).step([(0, prompts[0])])
@@ -179,7 +186,14 @@ def test_layers_have_the_names_of_the_field(family):
     ]
     row = RowParaLinearWithLoRA
     assert kinds == [QKVProjectionWithLoRA, row, ColParaLinearWithSliceLoRA, row]
-    assert lora_bytes(weight_table(model.spec), SHAPE) == model.lora.bytes
+    table = weight_table(model.spec)
+    stacked = stacked_rows(table, SHAPE, {}, torch.float32)
+    assert len(stacked) == 4 * model.spec.layers
+    assert lora_bytes(table, SHAPE, stacked) == model.lora.bytes
+    layers = [(at.attention.qkv, at.attention.output, at.mlp.gate_up, at.mlp.down) for at in model.layers]
+    linears = [linear.layer for of_layer in layers for linear in of_layer]
+    behind = sum(linear.stacked.nbytes - linear.weight.nbytes for linear in linears)
+    assert model.lora.numbers.nbytes + model.lora.scales.nbytes + behind == model.lora.bytes
     with pytest.raises(ValueError, match="3 slices"):
         QKVProjectionWithLoRA(layer.mlp.down.layer, layer.mlp.down.weights, model.lora.state)
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.lora.peft_folder import AdapterReader, empty_adapter
 from bladellm_runtime.models.config import read_model_spec
-from bladellm_runtime.models.lora import LoraLayout
+from bladellm_runtime.models.lora_layout import LoraLayout
 from bladellm_runtime.models.parallel import make_plan
 from bladellm_runtime.models.stages import stage_table
 from bladellm_runtime.models.weights import weight_table

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.layers.linear import Linear
 from bladellm_runtime.lora.broken_folders import state_of
 from bladellm_runtime.lora.loader import AdapterLoader, Outcome
 from bladellm_runtime.lora.peft_folder import AdapterReader, empty_adapter
 from bladellm_runtime.lora.policy import AdapterPolicy
 from bladellm_runtime.lora.store import AdapterStore
 from bladellm_runtime.models.config import read_model_spec
-from bladellm_runtime.models.lora import LoraMemory, LoraShape
+from bladellm_runtime.models.lora import LoraMemory
+from bladellm_runtime.models.lora_layout import LoraShape
+from bladellm_runtime.models.lora_stacking import stacked_rows
 from bladellm_runtime.models.weights import weight_table
 from tests.lora.folders import CONFIG, save_adapter
 from tests.models.harness import DEVICES, save_tiny
@@ -49,9 +52,26 @@ def table(tmp_path_factory):
     return weight_table(read_model_spec(folder))
 
 
-@pytest.fixture(params=DEVICES)
+def slots_for(table, device, stacked):
+    """Empty slots; stacked: A of all layers lies behind weights, which keep what they are."""
+    shape = LoraShape(SLOTS, 2, torch.float32)
+    if not stacked:
+        return LoraMemory(table, shape, device)
+    rows = stacked_rows(table, shape, {}, torch.float32)
+    memory = LoraMemory(table, shape, device, rows)
+    whole = {name: torch.ones(sum(memory.layout.places[name].rows) + count, memory.layout.places[name].inputs)
+             for name, count in rows.items()}  # fmt: skip
+    whole = {name: weight.to(device) for name, weight in whole.items()}
+    memory.wrap({name: Linear(weight[: -rows[name]], None, weight) for name, weight in whole.items()})
+    assert len(memory.matrices) == 1 + len(whole)
+    assert not any(matrices.any() for matrices in memory.matrices)
+    assert all((weight[: -rows[name]] == 1).all() for name, weight in whole.items())
+    return memory
+
+
+@pytest.fixture(params=[(device, stacked) for device in DEVICES for stacked in (False, True)])
 def store(table, request):
-    memory = LoraMemory(table, LoraShape(SLOTS, 2, torch.float32), torch.device(request.param))
+    memory = slots_for(table, torch.device(request.param[0]), request.param[1])
     store = AdapterStore(AdapterPolicy(SLOTS, COPIES), AdapterLoader(memory, Numbered()))
     store.memory = memory
     yield store
@@ -71,8 +91,8 @@ def wait_for(store, adapter):
 
 
 def holds(store, slot, adapter):
-    numbers, scales = store.memory.numbers[slot], store.memory.scales[slot]
-    return bool((numbers == int(adapter)).all()) and bool((scales == int(adapter)).all())
+    held = [*store.memory.matrices, store.memory.scales]
+    return all(bool((matrices[slot] == int(adapter)).all()) for matrices in held)
 
 
 def test_200_adapters_come_and_go_and_every_request_is_served(store, monkeypatch):
