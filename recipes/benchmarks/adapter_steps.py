@@ -2,7 +2,8 @@
 
 Runs the engine in this process. With `--load_format dummy`, the default, only a model folder's config is needed; the
 adapters are random numbers in the slots, of the full rank in every layer. Row i has adapter i modulo their number.
-`ratio` is to the step of the same rows without adapters, measured just before and just after.
+`ratio` is to the step of the same rows without adapters, measured just before and just after. `--way` chooses how
+layers of plain weights add adapters to decode rows: `delayed` is what is served, the others are to compare it with.
 """
 
 import argparse
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bladellm_kernels.lora_tokens import TokenAdapters
 from step_timing import finish, runner_of
 
 from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine import decode_inputs
 from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.layers import lora
+from bladellm_runtime.models import lora_stacking
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.prepared import NO_ADAPTER, Prepared
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
@@ -23,15 +28,27 @@ from bladellm_runtime.wire.messages import AddRequest, one_by_one
 GOALS = {8: 1.15, 32: 1.30}
 """Largest ratio at 32 rows of the Llama-3.1-8B shape, by number of adapters."""
 
+WAYS = ("alone", "beside", "stacked", "delayed")
+"""A by a kernel of its own in front of the layer, or on a stream beside it; behind the layer's weight, with norms of
+their own; or with norms whose division is delayed."""
+
 
 def fill_slots(engine: Engine) -> None:
     """Random numbers for every adapter of this rank."""
-    lora = runner_of(engine.core)._model.lora
-    if lora is None:
+    memory = runner_of(engine.core)._model.lora
+    if memory is None:
         raise RuntimeError("the engine was built without adapters")
-    for matrices in lora.matrices:
+    for matrices in memory.matrices:
         matrices.normal_(0.0, 0.02)
-    lora.scales.fill_(1.0)
+    memory.scales.fill_(1.0)
+
+
+def take(way: str) -> None:
+    """What is built from now on adds adapters that way."""
+    lora_stacking.STACKED = way in ("stacked", "delayed")
+    lora.DELAYED_NORMS = way == "delayed"
+    if way == "alone":
+        decode_inputs.TokenAdapters = lambda slots, beside: TokenAdapters(slots)  # type: ignore[misc, assignment]
 
 
 def step_ms(engine: Engine, args: argparse.Namespace, adapters: int) -> float:
@@ -81,6 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps timed")
     parser.add_argument("--warm", type=int, default=10, help="steps before those")
     parser.add_argument("--kv_cache_gib", type=float)
+    parser.add_argument("--way", choices=WAYS, default="delayed")
     parser.add_argument("--no_targets", action="store_true")
     for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy")):
         parser.add_argument(f"--{name}", default=default)
@@ -88,6 +106,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     slots = max(args.adapters)
+    take(args.way)
     engine = build_engine(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,

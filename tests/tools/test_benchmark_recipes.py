@@ -73,7 +73,8 @@ def test_what_several_ranks_make_of_a_shape_is_measured(tmp_path, degree):
 
 def test_steps_with_adapters_and_constrained_answers_are_measured(tmp_path):
     common = ("--device", "cpu", "--kv_cache_gib", "0.02", "--batch", "3", "--input", "9")
-    done = run("adapter_steps.py", *common, "--adapters", "1", "2", "--steps", "4", "--json", str(tmp_path / "steps"))
+    done = run("adapter_steps.py", *common, "--adapters", "1", "2", "--steps", "4", "--json", str(tmp_path / "steps"),
+               "--way", "alone")  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "steps").read_text())
     assert [row["adapters"] for row in rows] == [1, 2]
