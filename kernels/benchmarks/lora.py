@@ -1,7 +1,7 @@
 """Time LoRA's kernels beside the layers that they add to, over the layers of a model.
 
 python kernels/benchmarks/lora.py [--rows 32] [--adapters 8 32] [--rank 16] [--layers 32] [--hidden 4096]
-    [--inner 14336] [--heads 32x8x128] [--tokens 0] [--repeats 20]
+    [--inner 14336] [--heads 32x8x128] [--tokens 0] [--repeats 20] [--no_tiles]
 
 All layers have matrices of their own, as in a model, so that nothing stays in the L2 cache. Row r has adapter r modulo
 their number. With --tokens a step has so many tokens, in tiles. `base` is the layer with what follows it: the gate, or
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from bladellm_kernels import lora_stacked_tiles_triton
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.linear import linear, linear_silu_mul
 from bladellm_kernels.lora_expand import lora_expand, lora_expand_silu_mul
@@ -141,8 +142,10 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=14336)
     parser.add_argument("--heads", default="32x8x128", help="query heads x KV heads x dim")
     parser.add_argument("--tokens", type=int, default=0, help="tokens of a step with chunks, in place of rows")
+    parser.add_argument("--no_tiles", action="store_true", help="every row reads the B of gate and up by itself")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
+    lora_stacked_tiles_triton.TILED = not args.no_tiles
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, rank {args.rank}, ", end="")
     print(f"{args.tokens} tokens in tiles\n" if args.tokens else f"{args.rows} rows\n")
     print("| adapters | layer | base µs | LoRA alone µs | apart µs | more | stacked µs | more |")

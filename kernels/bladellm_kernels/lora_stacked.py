@@ -77,9 +77,10 @@ def stacked_expand_silu_mul(given: StackedOutputs) -> torch.Tensor:
         gate, up = _summed(given).chunk(2, 1)
         return (F.silu(gate) * up).to(given.y.dtype)
     from bladellm_kernels.lora_stacked_silu_triton import launch_stacked_silu_mul
+    from bladellm_kernels.lora_stacked_tiles_triton import launch_stacked_silu_tiles, takes_tiles
 
     out = given.y.new_empty(len(given.y), given.rows[0])
-    launch_stacked_silu_mul(given, out)
+    (launch_stacked_silu_tiles if takes_tiles(given) else launch_stacked_silu_mul)(given, out)
     return out
 
 

@@ -3,7 +3,7 @@
 Runs the engine in this process. With `--load_format dummy`, the default, only a model folder's config is needed; the
 adapters are random numbers in the slots, of the full rank in every layer. Row i has adapter i modulo their number.
 `ratio` is to the step of the same rows without adapters, measured just before and just after. `--way` chooses how
-layers of plain weights add adapters to decode rows: `delayed` is what is served, the others are to compare it with.
+layers of plain weights add adapters to decode rows: `tiled` is what is served, the others are to compare it with.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.lora_tokens import TokenAdapters
 from step_timing import finish, runner_of
 
@@ -28,9 +29,9 @@ from bladellm_runtime.wire.messages import AddRequest, one_by_one
 GOALS = {8: 1.15, 32: 1.30}
 """Largest ratio at 32 rows of the Llama-3.1-8B shape, by number of adapters."""
 
-WAYS = ("alone", "beside", "stacked", "delayed")
+WAYS = ("alone", "beside", "stacked", "delayed", "tiled")
 """A by a kernel of its own in front of the layer, or on a stream beside it; behind the layer's weight, with norms of
-their own; or with norms whose division is delayed."""
+their own; with norms whose division is delayed; and with B of gate and up read once for many rows."""
 
 
 def fill_slots(engine: Engine) -> None:
@@ -45,8 +46,12 @@ def fill_slots(engine: Engine) -> None:
 
 def take(way: str) -> None:
     """What is built from now on adds adapters that way."""
-    lora_stacking.STACKED = way in ("stacked", "delayed")
-    lora.DELAYED_NORMS = way == "delayed"
+    lora_stacking.STACKED = way in ("stacked", "delayed", "tiled")
+    lora.DELAYED_NORMS = way in ("delayed", "tiled")
+    if way != "tiled" and has_triton():
+        from bladellm_kernels import lora_stacked_tiles_triton
+
+        lora_stacked_tiles_triton.TILED = False
     if way == "alone":
         decode_inputs.TokenAdapters = lambda slots, beside: TokenAdapters(slots)  # type: ignore[misc, assignment]
 
@@ -98,7 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps timed")
     parser.add_argument("--warm", type=int, default=10, help="steps before those")
     parser.add_argument("--kv_cache_gib", type=float)
-    parser.add_argument("--way", choices=WAYS, default="delayed")
+    parser.add_argument("--way", choices=WAYS, default="tiled")
     parser.add_argument("--no_targets", action="store_true")
     for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy")):
         parser.add_argument(f"--{name}", default=default)

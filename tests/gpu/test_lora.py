@@ -80,7 +80,8 @@ def expected_of(kind, linear_of, shrunk_of, b, slots, residual, eps):
 @pytest.mark.parametrize("tokens", [1, 7, 33, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_step_with_stacked_a_serves_any_mix(kind, tokens):
-    """With the norm in front delayed, but for the layer that adds to the stream."""
+    """With the norm in front delayed, but for the layer that adds to the stream. Many rows of gate and up read B once,
+    few rows each by itself."""
     rows, eps, inputs = KINDS[kind], 1e-5, 1024
     outputs, ranks = sum(rows), len(rows) * RANKS
     weight = (torch.randn(-(-(outputs + SLOTS * ranks) // 16) * 16, inputs) / inputs**0.5).bfloat16().cuda()

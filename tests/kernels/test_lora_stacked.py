@@ -151,6 +151,14 @@ def launched_gated(given):
     return out
 
 
+def launched_tiles(given):
+    from bladellm_kernels.lora_stacked_tiles_triton import launch_stacked_silu_tiles
+
+    out = torch.full((len(given.y), given.rows[0]), torch.nan, dtype=given.y.dtype)
+    launch_stacked_silu_tiles(given, out)
+    return out
+
+
 def launched_add(given, residual, norm_weight, eps):
     from bladellm_kernels.lora_stacked_triton import launch_stacked_rows, stacked_blocks
 
@@ -165,6 +173,8 @@ def check_launches(shape, dtype, bias, normed, ready=True):
     problem.check(launched)
     if len(shape[1]) == 2:
         problem.check_gated(launched_gated)
+        if shape[2] in (8, 64):
+            problem.check_gated(launched_tiles)
     if len(shape[1]) == 1:
         problem.check_add(launched_add)
 
@@ -173,6 +183,8 @@ def interpreted():
     for shape, case in zip([*SHAPES[:2], (5, (300, 300), 16), SHAPES[3]], CASES, strict=True):
         check_launches(shape, torch.float32, *case, ready=not case[0])
     check_launches((3, (6, 6), 5), torch.float16, True, False)
+    check_launches((33, (70, 70), 8), torch.float32, False, True, ready=False)
+    check_launches((5, (9, 9), 64), torch.float16, True, False)
 
 
 def interpreted_all():
@@ -194,6 +206,10 @@ def test_kernels_compile_for_hopper(dtype):
     """Those of a decode step of a model without biases, which neither spill nor write before they have waited."""
     pytest.importorskip("triton")
     found = {}
+    if dtype == torch.bfloat16:  # of half precision alone
+        with compiled_launches() as compiled:
+            launched_tiles(Problem(32, (512, 512), 16, dtype, normed=True).given)
+        found |= {("tiles", True, kernel): text for kernel, text in compiled.items()}
     for name, rows, launch in (("qkv", (256, 64, 64), launched), ("gate_up", (512, 512), launched_gated)):
         for normed in (False, True):
             given = Problem(32, rows, 16, dtype, normed=normed).given
@@ -204,7 +220,7 @@ def test_kernels_compile_for_hopper(dtype):
     with compiled_launches() as compiled:
         launched_add(problem.given, problem.residual, problem.norm_weight, EPS)
     found |= {("output", False, kernel): text for kernel, text in compiled.items()}
-    assert len(found) == 5
+    assert len(found) == 5 + (dtype == torch.bfloat16)
     for name, kernel in found.items():
         ptx = kernel.asm["ptx"]
         assert waits_before_it_writes(ptx), name
