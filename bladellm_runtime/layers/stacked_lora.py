@@ -14,6 +14,10 @@ from bladellm_kernels.lora_stacked import (
 )
 from bladellm_kernels.lora_tokens import TokenAdapters
 
+MOST_BORROWED = 1 / 16
+"""Rows behind a weight, as a share of its own, up to which the schedule that was measured for it alone serves both:
+with many more its tiles may take one turn more on the multiprocessors."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
@@ -37,6 +41,8 @@ class StackedLora:
         self.weight = weight
         self.bias = bias
         self.weights = weights
+        outputs = sum(weights.rows)
+        self._measured = outputs if len(weight) - outputs <= MOST_BORROWED * outputs else None
 
     def __call__(self, x: torch.Tensor, adapters: TokenAdapters, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
@@ -62,5 +68,5 @@ class StackedLora:
 
     def _outputs(self, x: torch.Tensor, adapters: TokenAdapters, norm: DelayedNorm | None = None) -> StackedOutputs:
         weights = self.weights
-        y = F.linear(x, self.weight) if x.is_cpu else linear(x, self.weight, measured=sum(weights.rows))
+        y = F.linear(x, self.weight) if x.is_cpu else linear(x, self.weight, measured=self._measured)
         return StackedOutputs(y, weights.b, weights.scales, weights.rows, adapters, self.bias, norm)

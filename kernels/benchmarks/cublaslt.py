@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/cublaslt.py --out TABLE [--model llama-8b] [--rows 32 64 ...] [--layers qkv o ...]
                                           [--seconds 1.4] [--heuristics_only] [--dtype bfloat16] [--base TABLE]
+                                          [--lora SLOTS RANK]
 
 For each layer and number of rows: the algorithms of the library's heuristic, for matrices as they lie and transposed,
 the best ones of other numbers of rows, then those beside the best so far, set up otherwise in one place, until
@@ -13,13 +14,15 @@ the heuristic's own choice, `tried` how many algorithms, with those that were re
 `cublasLt.h`.
 
 The table has the schedules of `--base`, without it the shipped table, below the rows measured here, and its kernels
-where they are faster. It is written after every line.
+where they are faster. It is written after every line. With `--lora` the layers' weights have the A of so many adapters
+behind them; of numbers of rows that are not measured they have the schedules of the weights alone.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +44,7 @@ from bladellm_kernels.linear_schedules import (
 from cublaslt_candidates import Problem, Screening, Work, graph_of, replayed
 from cublaslt_table import Choice, merged, step_lines
 from gpu_timing import machine
-from linear_step import Shape, Step, models
+from linear_step import Shape, models
 from torch import Tensor
 
 ROWS = (32, 64, 128, 256, 512, 528, 560, 1024, 2048)
@@ -50,6 +53,21 @@ POOL_BYTES = 200 << 20
 GRAPH_SECONDS, REPEATS, FINALISTS = 2e-3, 11, 4
 ADDING = ("o", "down")
 HEADER = "| rows | layer | torch µs | first µs | best µs | gain % | tried | algorithm |\n" + "| --- " * 8 + "|"
+
+
+SLICES = {"qkv": 3, "o": 1, "gate-up": 2, "down": 1}
+"""Of layers that adapters may have."""
+
+
+def stacked(shapes: Sequence[Shape], slots: int, rank: int, base: ScheduleTable) -> tuple[list[Shape], ScheduleTable]:
+    """The layers with A of all slots behind their weights, and the table with what it has of these weights alone."""
+    found, entries = [], dict(base.entries)
+    for shape in shapes:
+        if shape.name in SLICES:
+            rows = -(-(shape.rows + slots * rank * SLICES[shape.name]) // 16) * 16
+            found.append(replace(shape, rows=rows, bias=False))
+            entries.setdefault((rows, shape.inputs, False), base.entries.get((shape.rows, shape.inputs, False), ()))
+    return found, ScheduleTable(entries, base.norm_rows)
 
 
 def copies(shape: Shape) -> int:
@@ -104,13 +122,12 @@ def measure(
     return Choice(problem.shape, rows, figures[None], first_us, others, names, screening.tried, refused)
 
 
-def measure_all(model: Step, base: ScheduleTable, args: argparse.Namespace) -> list[Choice]:
+def measure_all(shapes: Sequence[Shape], base: ScheduleTable, args: argparse.Namespace) -> list[Choice]:
     """Every layer and number of rows; prints a line of each, and writes the table so far."""
     library = find_library()
     if library is None:
         sys.exit("No libcublasLt beside torch: install a torch for CUDA.")
     lt = cublaslt(torch.cuda.current_device(), library)
-    shapes = [shape for shape in model.shapes if shape.name in args.layers]
     pool = torch.randn(
         max(copies(shape) * shape.bytes // 2 for shape in shapes), device="cuda", dtype=getattr(torch, args.dtype)
     ).mul_(2**-6)
@@ -138,6 +155,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heuristics_only", action="store_true", help="none but what the library proposes")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--base", type=Path, help="the table that is changed, instead of the shipped one")
+    parser.add_argument("--lora", nargs=2, type=int, metavar=("SLOTS", "RANK"), help="adapters behind the weights")
     return parser.parse_args()
 
 
@@ -148,7 +166,10 @@ def main() -> None:
     print(", ".join(f"{name}: {value}" for name, value in machine().items()), flush=True)
     base = load_table(args.base) if args.base else measured_table(torch.device("cuda", torch.cuda.current_device()))
     model = models()[args.model]
-    choices = measure_all(model, base, args)
+    shapes = [shape for shape in model.shapes if shape.name in args.layers]
+    if args.lora:
+        shapes, base = stacked(shapes, *args.lora, base)
+    choices = measure_all(shapes, base, args)
     print(f"\n{step_lines(choices, model.layers)}\n\n{time.perf_counter() - start:.0f} s; table in {args.out}")
 
 

@@ -60,8 +60,9 @@ def linear(
     """`x · weightᵀ + bias + residual`, summed in float32 on CUDA.
 
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], may be `out`; all of one floating-point type and device.
-    out: [M, N] to write to. measured: outputs of a weight, nearly as many, whose schedule is taken; None for N.
-    Returns out, or a new tensor. Raises ValueError naming the argument that is wrong.
+    out: [M, N] to write to. measured: outputs of a weight, nearly as many, whose schedule is taken where nobody
+    measured this one's; None for no other. Returns out, or a new tensor. Raises ValueError naming the argument that is
+    wrong.
     """
     check_arguments(x, weight, bias, out, residual, weight.shape[0])
     schedule = schedule_for(x, weight, outputs=measured)
@@ -113,7 +114,7 @@ def schedule_for(
     x: torch.Tensor, weight: torch.Tensor, gated: bool = False, outputs: int | None = None
 ) -> LinearSchedule | None:
     """The schedule of a kernel, or None where torch computes it: no CUDA, no rows, other types, odd layouts, or where
-    the table leaves it to cuBLAS. outputs: as if the weight had so many."""
+    the table leaves it to cuBLAS. outputs: as if the weight had so many, where nobody measured its shape."""
     rows, inputs = x.shape
     if (
         not x.is_cuda
@@ -126,7 +127,9 @@ def schedule_for(
     if inputs == 0 or len(weight) == 0 or not _fits(x) or not _fits(weight):
         return None
     table = _given_table or measured_table(x.device)
-    return table.choose(rows, outputs or len(weight) // (1 + gated), inputs, gated)
+    own = len(weight) // (1 + gated)
+    known = outputs is None or (own, inputs, gated) in table.entries
+    return table.choose(rows, own if known or outputs is None else outputs, inputs, gated)
 
 
 def _by_many_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:

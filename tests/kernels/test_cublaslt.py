@@ -159,6 +159,17 @@ def test_linear_takes_the_algorithm_of_the_table(fake, monkeypatch, rows):
     assert [product.launched for product in fake[1]] == [[2, 2]] * 4, "a product is described once"
 
 
+def test_a_weight_that_nobody_measured_takes_the_schedule_of_another_one(fake, monkeypatch):
+    use(monkeypatch, schedule_of(2), 48, 64)
+    x, weight, _, _ = matrices(7, 64, 64, torch.bfloat16)
+    on_gpu = [each.as_subclass(OnHopper) for each in (x, weight)]
+    assert_close(linear(*on_gpu, measured=48), linear_reference(x, weight).float(), torch.bfloat16)
+    assert [product.launched for product in fake[1]] == [[2]]
+    use(monkeypatch, schedule_of(1), 64, 64)
+    linear(*on_gpu, measured=48)
+    assert [product.launched for product in fake[1]] == [[2], [1]], "its own, where there is one"
+
+
 @pytest.mark.parametrize(
     ("case", "schedule"),
     [
@@ -235,6 +246,15 @@ def test_a_measured_table_takes_what_is_faster_and_reaches_a_little_below(script
     assert {rows: table.choose(rows, 96, 32) for rows in expected} == expected
     assert choices[0].line == "| 32 | o | 10.00 | 9.00 | 8.00 | 20.0 | 0 | two |"
     assert script.step_lines(choices, 10).splitlines()[2] == "| 32 | o | 0.100 | 0.080 | 20.0 |"
+
+
+def test_layers_with_adapters_behind_them_begin_with_the_schedules_of_their_weights(script):
+    kernel, shape = DotSchedule(64, 64, 64), importlib.import_module("linear_step").Shape
+    base = ScheduleTable({(90, 32, False): [Entry(16, kernel)]})
+    shapes = [shape("qkv", 90, 32, bias=True), shape("o", 32, 32), shape("head", 70, 32)]
+    found, table = importlib.import_module("cublaslt").stacked(shapes, 4, 3, base)
+    assert found == [shape("qkv", 128, 32), shape("o", 48, 32)]
+    assert table.choose(9, 128, 32) == table.choose(9, 90, 32) == kernel
 
 
 def test_screening_refuses_what_is_wrong(script, monkeypatch):
