@@ -2,6 +2,7 @@
 
 python kernels/benchmarks/lora.py [--rows 32] [--adapters 8 32] [--rank 16] [--layers 32] [--hidden 4096]
     [--inner 14336] [--heads 32x8x128] [--tokens 0] [--repeats 20] [--no_tiles]
+    [--no_borrow] [--table TABLE]
 
 All layers have matrices of their own, as in a model, so that nothing stays in the L2 cache. Row r has adapter r modulo
 their number. With --tokens a step has so many tokens, in tiles. `base` is the layer with what follows it: the gate, or
@@ -13,11 +14,13 @@ the head are left out, so that the whole model's share is less.
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from bladellm_kernels import lora_stacked_tiles_triton
 from bladellm_kernels.delayed_norm import DelayedNorm
-from bladellm_kernels.linear import linear, linear_silu_mul
+from bladellm_kernels.linear import linear, linear_silu_mul, use_table
+from bladellm_kernels.linear_schedules import load_table
 from bladellm_kernels.lora_expand import lora_expand, lora_expand_silu_mul
 from bladellm_kernels.lora_shrink import lora_shrink
 from bladellm_kernels.lora_stacked import (
@@ -48,8 +51,11 @@ def shapes(hidden: int, inner: int, heads: int, kv_heads: int, dim: int) -> list
 class Layer:
     """A random linear layer in bfloat16, its adapters, and inputs."""
 
-    def __init__(self, inputs: int, rows: tuple[int, ...], tokens: int, adapters: int, rank: int) -> None:
+    def __init__(
+        self, inputs: int, rows: tuple[int, ...], tokens: int, adapters: int, rank: int, borrows: bool
+    ) -> None:
         self.rows = rows
+        self.measured = sum(rows) if borrows else None
         self.x = torch.randn(tokens, inputs, device="cuda").bfloat16()
         count = adapters * len(rows) * rank
         self.stacked = torch.randn(-(-(sum(rows) + count) // 16) * 16, inputs, device="cuda").mul_(inputs**-0.5)
@@ -82,7 +88,7 @@ class Layer:
         self._expand(shrunk, adapters)
 
     def riding(self, adapters: TokenAdapters) -> None:
-        y = linear(self.x, self.stacked, measured=len(self.weight))
+        y = linear(self.x, self.stacked, measured=self.measured)
         front = None if len(self.rows) == 1 else self.norm
         given = StackedOutputs(y, self.b, self.scales, self.rows, adapters, None, front)
         if len(self.rows) == 1:
@@ -112,7 +118,7 @@ def measure(args: argparse.Namespace, count: int, timer: GpuTimer) -> list[str]:
     sums = [0.0, 0.0, 0.0]
     heads, kv_heads, dim = map(int, args.heads.split("x"))
     for name, inputs, rows in shapes(args.hidden, args.inner, heads, kv_heads, dim):
-        layers = [Layer(inputs, rows, tokens, count, args.rank) for _ in range(args.layers)]
+        layers = [Layer(inputs, rows, tokens, count, args.rank, not args.no_borrow) for _ in range(args.layers)]
         base: list[Work] = [layer.base for layer in layers]
         added: list[Work] = [partial(layer.added, adapters) for layer in layers]
         both: list[Work] = [partial(layer.both, adapters) for layer in layers]
@@ -143,9 +149,12 @@ def main() -> None:
     parser.add_argument("--heads", default="32x8x128", help="query heads x KV heads x dim")
     parser.add_argument("--tokens", type=int, default=0, help="tokens of a step with chunks, in place of rows")
     parser.add_argument("--no_tiles", action="store_true", help="every row reads the B of gate and up by itself")
+    parser.add_argument("--no_borrow", action="store_true", help="stacked weights take no schedule of weights alone")
+    parser.add_argument("--table", type=Path, help="schedules in place of the shipped ones")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     lora_stacked_tiles_triton.TILED = not args.no_tiles
+    use_table(load_table(args.table) if args.table else None)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, rank {args.rank}, ", end="")
     print(f"{args.tokens} tokens in tiles\n" if args.tokens else f"{args.rows} rows\n")
     print("| adapters | layer | base µs | LoRA alone µs | apart µs | more | stacked µs | more |")

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from bladellm_kernels.has_triton import has_triton
+from bladellm_kernels.linear import use_table
+from bladellm_kernels.linear_schedules import load_table
 from bladellm_kernels.lora_tokens import TokenAdapters
 from step_timing import finish, runner_of
 
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=10, help="steps before those")
     parser.add_argument("--kv_cache_gib", type=float)
     parser.add_argument("--way", choices=WAYS, default="tiled")
+    parser.add_argument("--table", type=Path, help="schedules of linear layers in place of the shipped ones")
     parser.add_argument("--no_targets", action="store_true")
     for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy")):
         parser.add_argument(f"--{name}", default=default)
@@ -112,6 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     slots = max(args.adapters)
     take(args.way)
+    use_table(load_table(args.table) if args.table else None)
     engine = build_engine(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
