@@ -30,7 +30,13 @@ class DelayedNorm:
         return torch.rsqrt(self.squares.sum(1) / self.weighted.shape[1] + self.eps)
 
     def normed(self) -> torch.Tensor:
-        """The norm itself, [M, H] of weighted's type."""
+        """The norm itself, [M, H] of weighted's type. One kernel on CUDA where triton is installed."""
+        if self.weighted.is_cuda and has_triton():
+            from bladellm_kernels.delayed_norm_triton import launch_normed
+
+            out = torch.empty_like(self.weighted)
+            launch_normed(self.weighted, self.squares, self.eps, out)
+            return out
         return (self.weighted * self.factors()[:, None]).to(self.weighted.dtype)
 
 

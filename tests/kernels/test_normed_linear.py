@@ -88,7 +88,7 @@ def assert_norm_of(norm: DelayedNorm, stream: torch.Tensor, norm_weight: torch.T
 
 
 def interpreted() -> None:
-    from bladellm_kernels.delayed_norm_triton import launch_delayed_norm
+    from bladellm_kernels.delayed_norm_triton import launch_delayed_norm, launch_normed
 
     for rows, columns in ((1, 16), (5, 100), (3, 513)):
         x, weight = torch.randn(rows, columns + 3)[:, :columns], torch.randn(columns)
@@ -96,6 +96,9 @@ def interpreted() -> None:
         launch_delayed_norm(x, weight, weighted, squares)
         torch.testing.assert_close(weighted, x * weight)
         torch.testing.assert_close(squares[:, 0], x.square().sum(1))
+        norm, out = split_norm(x, weight, 3), torch.full((rows, columns), torch.nan)
+        launch_normed(norm.weighted, norm.squares, EPS, out)
+        torch.testing.assert_close(out, norm.normed())
 
 
 def test_the_norm_of_rows_in_one_kernel_interpreted():
