@@ -57,6 +57,7 @@ class LinearWithLoRA(LinearLayer):
         self.layer = layer
         self.weights = weights
         self.bytes = layer.bytes
+        self.outputs = layer.outputs
         self._state = state
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,8 +67,13 @@ class LinearWithLoRA(LinearLayer):
         self._expand(shrunk, y)
         return y
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer.silu_mul(x) if self._is_plain else super().silu_mul(x)
+    @property
+    def takes_parts(self) -> bool:
+        # Adapters are those of all rows of a step.
+        return self._is_plain and self.layer.takes_parts
+
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer.silu_mul(x, out) if self._is_plain else super().silu_mul(x, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         return self._is_plain and self.layer.add_to(residual, x)
@@ -131,10 +137,11 @@ class ColParaLinearWithSliceLoRA(LinearWithLoRA):
 
     slices = 2
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         adapters, weights = self._state.adapters, self.weights
         if adapters is None:
-            return self.layer.silu_mul(x)
+            return self.layer.silu_mul(x, out)
         shrunk = lora_shrink(x, weights.a, weights.scales, adapters)
         first, second = weights.rows
-        return lora_expand_silu_mul(shrunk, weights.b, (first, second), adapters, self.layer(x))
+        y = lora_expand_silu_mul(shrunk, weights.b, (first, second), adapters, self.layer(x))
+        return y if out is None else out.copy_(y)
