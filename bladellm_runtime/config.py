@@ -112,7 +112,7 @@ class EngineArgs:
     overlap_sums_tokens: int | None = flag(
         None,
         "Tokens of a step without CUDA graph from which on sums over tensor-parallel ranks are taken in two parts, "
-        "each while the other is computed. 0: never. Default: 2048 between two GPUs of one host, else never.",
+        "each while the other is computed. 0: never. Default: 4096 between two GPUs of one host, else never.",
         group="Parallel", low=0, high=2**20,
     )  # fmt: skip
     nnodes: int = flag(1, "Hosts that share the ranks evenly.", group="Parallel", low=1, high=1024)

@@ -39,9 +39,10 @@ NCCL_SETTINGS = {
     "NCCL_RAS_ENABLE": "0",
 }
 """Settings that there are no arguments for."""
-OVERLAP_ROWS = 2048
-"""Fewest rows of a sum that is taken in parts by default. Parts of 1,024 fill the multiprocessors as well as the whole
-in all layers but gate-up, whose last tiles take some 0.05 ms more; the two sums of a layer, exposed, take 0.1 ms."""
+OVERLAP_ROWS = 4096
+"""Fewest rows of a sum that is taken in parts by default. Parts of 2,048 fill the multiprocessors as well as the whole,
+and their layers take the GPU longer than the host takes to launch twice as much. Of fewer rows there is less to hide,
+and steps of up to 2,048 tokens are captured."""
 LEAVE_SECONDS = 2.0
 """What NCCL gets to give its memory back: it waits for graphs that somebody may still hold."""
 
