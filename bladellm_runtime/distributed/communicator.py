@@ -17,8 +17,9 @@ from urllib.parse import SplitResult, urlsplit
 import psutil
 import torch
 import torch.distributed as dist
-from bladellm_kernels.all_reduce import AllReduce, PendingSum
+from bladellm_kernels.all_reduce import AllReduce
 from bladellm_kernels.delayed_norm import DelayedNorm
+from bladellm_kernels.pending_sums import PendingSum
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from bladellm_runtime.errors import ConfigError

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from bladellm_kernels.all_reduce import PendingSum
+from bladellm_kernels.pending_sums import PendingSum
 
 from bladellm_runtime.layers.norm import RmsNorm
 

@@ -9,13 +9,13 @@ rows go by the copy engines of two GPUs (`rank_copies`), or by a collective that
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.pending_sums import CollectiveSum, PendingSum
 from bladellm_kernels.rank_copies import RankCopies, open_copies
 from bladellm_kernels.rank_exchange import (
     SUM_UNITS,
@@ -53,26 +53,6 @@ class Bounds:
 
 GATHER_BYTES = 64 << 20
 """Of the memory for one turn of `all_gather_last`, at most; calls of more rows take the group's own collective."""
-
-
-class PendingSum(Protocol):
-    """A sum over ranks that is under way."""
-
-    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """Let the current stream wait for the sum, add it to residual [T, N], in place, and write its norm to out,
-        [T, N]; all contiguous and of one type. To be called once."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveSum:
-    """By the group's own collective, into y [T, N], which has to be kept until the end of `work`."""
-
-    y: torch.Tensor
-    work: dist.Work
-
-    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        self.work.wait()
-        add_rms_norm(self.y, residual, weight, eps, out=out, total=residual)
 
 
 class AllReduce:

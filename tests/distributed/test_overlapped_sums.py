@@ -1,11 +1,12 @@
 """Sums over ranks in parts, each under way while another part is computed: the same results, one order of calls."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 
-from bladellm_runtime.distributed.communicator import OVERLAP_ROWS, make_communicator
+from bladellm_runtime.distributed.communicator import OVERLAP_ROWS, GroupCommunicator, make_communicator
 from bladellm_runtime.layers.parts import PARTS, TILE_ROWS, row_parts
 from tests.distributed.processes import run_processes
 from tests.distributed.ranks import LIMIT, load_rank, run_prompts
@@ -27,6 +28,15 @@ def test_parts_are_all_rows_and_whole_tiles():
             assert all(part.start % TILE_ROWS == 0 for part in parts)
             assert max(part.stop - part.start for part in parts) < rows / PARTS + PARTS * TILE_ROWS
     assert [part.stop - part.start for part in row_parts(OVERLAP_ROWS)] == [OVERLAP_ROWS // PARTS] * PARTS
+
+
+def test_by_default_parts_are_sums_that_copy_engines_take():
+    group = GroupCommunicator.__new__(GroupCommunicator)
+    group.overlap_sums(None)
+    rows = [OVERLAP_ROWS - 1, OVERLAP_ROWS, 5000, 8192, 8193]
+    for fast, copied, taken in ((512, 8192, rows[1:4]), (5000, 8192, rows[3:4]), (512, 0, [])):
+        group._sums = mock.Mock(fast_rows=fast, copied_rows=copied)
+        assert [each for each in rows if group.overlaps(each)] == taken
 
 
 def parted(model, group: ThreadCommunicator, prompts: list[list[int]], least: int) -> tuple[list, list]:
