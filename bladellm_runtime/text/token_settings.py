@@ -16,11 +16,12 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """The names every tokenizer has. Others that end in `_token`, such as `image_token`, are a model's own."""
 
 _WITHOUT_EFFECT = """
-add_bos_token add_eos_token add_prefix_space auto_map backend clean_up_tokenization_spaces do_lower_case errors is_local
-keep_accents legacy local_files_only max_len max_length merges_file model_max_length name_or_path pad_to_multiple_of
-pad_token_type_id processor_class remove_space response_schema response_template sp_model_kwargs
-spaces_between_special_tokens special_tokens_map_file stride strip_accents tokenize_chinese_chars tokenizer_class
-tokenizer_file trim_offsets truncation_strategy use_default_system_prompt vocab_file
+add_bos_token add_eos_token add_prefix_space auto_map backend clean_up_tokenization_spaces do_lower_case errors
+from_slow is_local keep_accents legacy local_files_only max_len max_length merges_file model_max_length name_or_path
+pad_to_multiple_of pad_token_type_id padding processor_class remove_space response_schema response_template
+sp_model_kwargs spaces_between_special_tokens special_tokens_map_file stride strip_accents tokenize_chinese_chars
+tokenizer_class tokenizer_file trim_offsets truncation truncation_strategy trust_remote_code use_default_system_prompt
+vocab_file vocab_size
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 """Keys of tokenizer_config.json that change nothing beside a tokenizer.json, whatever their value."""
@@ -29,6 +30,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "truncation_side": ("left", "right"),
     "split_special_tokens": (False,),
     "init_inputs": ([],),
+    "model_input_names": (["input_ids", "attention_mask"], ["input_ids", "token_type_ids", "attention_mask"]),
 }
 """Keys of tokenizer_config.json with the values that change nothing."""
 READ = frozenset({"added_tokens_decoder", "additional_special_tokens", "chat_template", "extra_special_tokens"})

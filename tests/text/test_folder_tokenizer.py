@@ -134,7 +134,9 @@ def test_random_settings_are_read_alike_or_left_to_transformers(kind, files):
         check_same(plain, read_with_transformers(folder))
 
 
-@pytest.mark.parametrize("folder", [DEMO, BESIDE / "testbed" / "target", BESIDE / "tokenizers" / "qwen2"], ids=str)
+@pytest.mark.parametrize(
+    "folder", [DEMO, BESIDE / "testbed" / "target", BESIDE / "tokenizers" / "qwen2"], ids=lambda folder: folder.name
+)
 def test_published_tokenizers(folder):
     if not folder.is_dir():
         pytest.skip("not beside the checkout")
