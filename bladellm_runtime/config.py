@@ -109,6 +109,12 @@ class EngineArgs:
         None, "Groups of running requests that pass the stages one behind the other; default: as many as stages.",
         group="Parallel", low=1, high=64,
     )  # fmt: skip
+    overlap_sums_tokens: int | None = flag(
+        None,
+        "Tokens of a step without CUDA graph from which on sums over tensor-parallel ranks are taken in two parts, "
+        "each while the other is computed. 0: never. Default: 4096 between two GPUs of one host, else never.",
+        group="Parallel", low=0, high=2**20,
+    )  # fmt: skip
     nnodes: int = flag(1, "Hosts that share the ranks evenly.", group="Parallel", low=1, high=1024)
     node_rank: int = flag(
         0, "Number of this host; 0 runs the server, the others the ranks of their own.",

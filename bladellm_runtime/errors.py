@@ -24,3 +24,8 @@ class ParameterError(UserError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+def one_line(error: Exception) -> str:
+    """What another library says is wrong, short enough to be part of a sentence."""
+    return " ".join(str(error).split())[:200]

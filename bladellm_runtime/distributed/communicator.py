@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from bladellm_kernels.all_reduce import AllReduce
 from bladellm_kernels.delayed_norm import DelayedNorm
+from bladellm_kernels.pending_sums import PendingSum
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from bladellm_runtime.errors import ConfigError
@@ -39,6 +40,10 @@ NCCL_SETTINGS = {
     "NCCL_RAS_ENABLE": "0",
 }
 """Settings that there are no arguments for."""
+OVERLAP_ROWS = 4096
+"""Fewest rows of a sum that is taken in parts by default. Parts of 2,048 fill the multiprocessors as well as the whole,
+and their layers take the GPU longer than the host takes to launch twice as much. Of fewer rows there is less to hide,
+and steps of up to 2,048 tokens are captured."""
 LEAVE_SECONDS = 2.0
 """What NCCL gets to give its memory back: it waits for graphs that somebody may still hold."""
 
@@ -73,6 +78,18 @@ class Communicator(Protocol):
     ) -> tuple[torch.Tensor, DelayedNorm]:
         """The same, its norm left to the next linear layer. Returns (residual, norm)."""
 
+    def overlaps(self, rows: int) -> bool:
+        """Whether the sums of a layer of so many rows are to be taken in parts, each while the next one is computed.
+
+        Not in a captured graph. The same on all ranks.
+        """
+
+    def start_sum(self, y: torch.Tensor, first: int) -> PendingSum:
+        """Start to add up the rows y [T, N] of a layer, contiguous, from its row `first` on, which is 0 for its first.
+
+        y may not be written to meanwhile. What was started is used before the next layer's, and before other calls.
+        """
+
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., N] of one shape on all ranks -> [..., size · N], the ranks' parts side by side."""
 
@@ -89,8 +106,22 @@ class GroupCommunicator:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._sums = AllReduce(group, rows=0, hidden=1, dtype=torch.float32)
+        self._overlap_rows: int | None = 0
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    def overlap_sums(self, rows: int | None) -> None:
+        """From now on sums of `rows` rows or more are taken in parts; 0: none. None: those of `OVERLAP_ROWS` or more
+        that copy engines serve. All ranks give the same."""
+        self._overlap_rows = rows
+
+    def overlaps(self, rows: int) -> bool:
+        if self._overlap_rows is not None:
+            return 0 < self._overlap_rows <= rows
+        return max(OVERLAP_ROWS, self._sums.fast_rows + 1) <= rows <= self._sums.copied_rows
+
+    def start_sum(self, y: torch.Tensor, first: int) -> PendingSum:
+        return self._sums.start_sum(y, first)
 
     def write_to_ranks(
         self, rows: int, hidden: int, gather_rows: int, columns: int, dtype: torch.dtype, device: torch.device
@@ -98,12 +129,14 @@ class GroupCommunicator:
         """From now on ranks on GPUs of one host join few rows by writing to each other's memory, if they can.
 
         rows: how many at most, of `hidden` numbers, are added up; gather_rows: how many are gathered; columns: of a
-        rank's part of such a row; all ranks give the same. No graph may be being captured. Returns the bytes of this
-        rank's device that it takes.
+        rank's part of such a row; all ranks give the same. No graph may be being captured. Where sums are to be taken
+        in parts (`overlap_sums`), two ranks have copy engines send them. Returns the bytes of this rank's device that
+        it takes.
         """
+        copied = rows if self.size == 2 and self._overlap_rows != 0 else 0
         self._sums = AllReduce(
             self._group, rows=rows, hidden=hidden, dtype=dtype, device=device, gather_rows=gather_rows,
-            gather_columns=columns, gather_dtype=dtype,
+            gather_columns=columns, gather_dtype=dtype, copied_rows=copied,
         )  # fmt: skip
         return self._sums.bytes
 

@@ -70,7 +70,9 @@ class RankPlace:
         self, args: EngineArgs, others: Others, parallel: TensorParallel, model: Decoder, table: MemoryTable
     ) -> None:
         """Let GPUs that hold the same layers write the rows of short steps, and their logits, to each other's memory,
-        where they can."""
+        where they can; and take the sums of long ones as `--overlap_sums_tokens` says."""
+        if others.layer is not None:
+            others.layer.overlap_sums(args.overlap_sums_tokens)
         if others.layer is not None and model.device.type == "cuda":
             rows, logits = max(args.step_tokens, args.max_running_requests), args.max_running_requests
             columns, hidden = parallel.plan.vocab_rows, model.spec.hidden_size

@@ -12,24 +12,32 @@ from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_lin
 from bladellm_kernels.silu_mul import silu_mul
 
 from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.parts import NormedPart
 
 
 class LinearLayer(ABC):
     """What a decoder needs of a linear layer, however its weight is stored.
 
     Besides the layer alone there are compounds with the operators around it, which all layers can compute, and some by
-    one kernel each: of many rows with what follows, of few rows with norms. `bytes`: of all it holds on its device.
+    one kernel each: of many rows with what follows, of few rows with norms. `bytes`: of all it holds on its device;
+    `outputs`: of a row.
     """
 
     bytes: int
+    outputs: int
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether some of a step's rows can be given without the others."""
+        return True
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) · up` of the layer of x [T, in] -> [T, out / 2]; the gate's outputs first."""
-        return silu_mul(self(x))
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`silu(gate) · up` of the layer of x [T, in] -> [T, out / 2], or in `out`; the gate's outputs first."""
+        return silu_mul(self(x), out=out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         """Add the layer of x [T, in] to residual [T, out], in place, where that saves a kernel. Whether it did."""
@@ -40,6 +48,11 @@ class LinearLayer(ABC):
         if self.add_to(residual, x):
             return norm.add(residual, None)
         return norm.add(self(x), residual)
+
+    def start_normed(self, x: torch.Tensor, norm: RmsNorm) -> Sequence[NormedPart] | None:
+        """What the layer of x [T, in] adds to the residual stream, in parts that are under way, where that hides what
+        ranks wait for; None where `add_normed` serves as well."""
+        return None
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         """Whether the compounds with norms are kernels for so many rows, `gated`: `normed_silu_mul`, not the others."""
@@ -74,16 +87,17 @@ class Linear(LinearLayer):
         self.weight = weight
         self.stacked = stacked
         self.bias = bias
+        self.outputs = len(weight)
         self.bytes = sum(part.nbytes for part in (weight, bias) if part is not None)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is not None or len(x) < MANY_ROWS:
-            return super().silu_mul(x)
-        return linear_silu_mul(x, self.weight)
+            return super().silu_mul(x, out)
+        return linear_silu_mul(x, self.weight, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         # cuBLAS takes no bias beside the residual.
@@ -120,6 +134,7 @@ class StackedLinear(LinearLayer):
     def __init__(self, pieces: Sequence[LinearLayer]) -> None:
         self.pieces = tuple(pieces)
         self.bytes = sum(piece.bytes for piece in pieces)
+        self.outputs = sum(piece.outputs for piece in pieces)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.cat([piece(x) for piece in self.pieces], dim=1, out=out)

@@ -47,6 +47,7 @@ class LinearWithLoRA(LinearLayer):
         self.layer = layer
         self.weights = weights
         self.bytes = layer.bytes
+        self.outputs = layer.outputs
         self.stacked: StackedLora | None = None
         if isinstance(layer, Linear) and layer.stacked is not None:
             self.stacked = StackedLora(layer.stacked, layer.bias, weights)
@@ -62,8 +63,13 @@ class LinearWithLoRA(LinearLayer):
         self._expand(shrunk, y)
         return y
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer.silu_mul(x) if self._is_plain else super().silu_mul(x)
+    @property
+    def takes_parts(self) -> bool:
+        # Adapters are those of all rows of a step.
+        return self._is_plain and self.layer.takes_parts
+
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer.silu_mul(x, out) if self._is_plain else super().silu_mul(x, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         return self._is_plain and self.layer.add_to(residual, x)
@@ -150,15 +156,17 @@ class ColParaLinearWithSliceLoRA(LinearWithLoRA):
 
     slices = 2
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         adapters, weights = self._state.adapters, self.weights
         if adapters is None:
-            return self.layer.silu_mul(x)
+            return self.layer.silu_mul(x, out)
         if riding := self._riding:
-            return riding[0].silu_mul(x, adapters)
-        shrunk = lora_shrink(x, weights.a, weights.scales, adapters)
-        first, second = weights.rows
-        return lora_expand_silu_mul(shrunk, weights.b, (first, second), adapters, self.layer(x))
+            y = riding[0].silu_mul(x, adapters)
+        else:
+            shrunk = lora_shrink(x, weights.a, weights.scales, adapters)
+            first, second = weights.rows
+            y = lora_expand_silu_mul(shrunk, weights.b, (first, second), adapters, self.layer(x))
+        return y if out is None else out.copy_(y)
 
     def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
         if riding := self._riding:

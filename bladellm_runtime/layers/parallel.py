@@ -3,6 +3,8 @@
 Column-parallel layers (qkv, gate and up) need nothing: their outputs stay on the rank, for a row-parallel one.
 """
 
+from collections.abc import Sequence
+
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.embedding import embedding
@@ -11,6 +13,7 @@ from bladellm_runtime.distributed.communicator import Communicator
 from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.norm import RmsNorm
+from bladellm_runtime.layers.parts import NormedPart, row_parts
 
 
 class RowParallelLinear(LinearLayer):
@@ -19,6 +22,7 @@ class RowParallelLinear(LinearLayer):
     def __init__(self, layer: LinearLayer, communicator: Communicator) -> None:
         self.layer = layer
         self.bytes = layer.bytes
+        self.outputs = layer.outputs
         self._communicator = communicator
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,6 +35,20 @@ class RowParallelLinear(LinearLayer):
             y, stream = y.index_select(0, norm.rows), residual.index_select(0, norm.rows)
         normed, _ = self._communicator.add_norm(y, stream, norm.weight, norm.eps)
         return normed, residual
+
+    def start_normed(self, x: torch.Tensor, norm: RmsNorm) -> Sequence[NormedPart] | None:
+        if norm.rows is not None or not self.layer.takes_parts or not self._overlaps(x):
+            return None
+        y = x.new_empty(len(x), self.outputs)
+        parts = []
+        for rows in row_parts(len(x)):
+            part = self.layer(x[rows], y[rows])
+            parts.append(NormedPart(rows, self._communicator.start_sum(part, rows.start), norm))
+        return parts
+
+    def _overlaps(self, x: torch.Tensor) -> bool:
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        return not captured and self._communicator.overlaps(len(x))
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # The sum comes between this layer and the norm behind it either way: the others decide.
@@ -60,6 +78,7 @@ class VocabParallelHead(LinearLayer):
     def __init__(self, layer: LinearLayer, communicator: Communicator, vocab_size: int) -> None:
         self.layer = layer
         self.bytes = layer.bytes
+        self.outputs = vocab_size
         self._communicator = communicator
         self._vocab_size = vocab_size
 

@@ -77,6 +77,7 @@ class QuantizedLinear(LinearLayer):
         self.dtype = dtype
         self.bias = bias
         self.order = weight.order
+        self.outputs = weight.rows
         self.input_scale = weight.input_scale
         self.bytes = held_bytes(self.packed) + sum(part.nbytes for part in (bias, self.order) if part is not None)
         self._apply = operator.apply

@@ -7,7 +7,8 @@ from typing import Any
 
 import tokenizers
 
-from bladellm_runtime.errors import CheckpointError, ConfigError, ParameterError
+from bladellm_runtime.errors import CheckpointError, ConfigError, ParameterError, one_line
+from bladellm_runtime.text.folder_tokenizer import FolderTokenizer, read_folder
 from bladellm_runtime.text.special_tokens import SpecialTokenGuard
 from bladellm_runtime.text.template import ChatTemplate
 from bladellm_runtime.text.token_bytes import TokenBytes
@@ -65,12 +66,12 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; slow tokenizers are not supported, "
                 "so convert it with transformers' AutoTokenizer and save_pretrained"
             )
-        loaded = _load_fast(folder, source)
-        template = _read_template_file(chat_template_file) if chat_template_file else _own_template(loaded, folder)
+        read = read_folder(folder)
+        template = _read_template_file(chat_template_file) if chat_template_file else _own_template(read, folder)
         return Tokenizer(
-            loaded.backend_tokenizer,
-            eos_token_ids=_eos_token_ids(folder, loaded.eos_token_id),
-            named_tokens={name: str(token) for name, token in loaded.special_tokens_map.items()},
+            read.backend,
+            eos_token_ids=_eos_token_ids(folder, read.eos_token_id),
+            named_tokens=read.named_tokens,
             chat_template=template,
             source=str(source),
         )
@@ -120,31 +121,13 @@ class Tokenizer:
         return self._bytes[token_id].decode(errors="replace")
 
 
-def _load_fast(folder: Path, source: Path) -> Any:
-    # AutoTokenizer imports torch (seconds); the class it would end up with for a tokenizer.json does not.
-    from transformers import PreTrainedTokenizerFast
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns when the folder names a subclass, which reads the same file
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception for a broken file
-        raise CheckpointError(f"{source} or tokenizer_config.json cannot be read: {_one_line(error)}") from None
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def _own_template(loaded: Any, folder: Path) -> ChatTemplate | None:
-    template = loaded.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is None:
+def _own_template(read: FolderTokenizer, folder: Path) -> ChatTemplate | None:
+    if read.chat_template is None:
         return None
     try:
-        return ChatTemplate(template)
+        return ChatTemplate(read.chat_template)
     except ValueError as error:
-        raise CheckpointError(f"the chat template of {folder} cannot be used: {_one_line(error)}") from None
+        raise CheckpointError(f"the chat template of {folder} cannot be used: {one_line(error)}") from None
 
 
 def _read_template_file(path: Path) -> ChatTemplate:
@@ -155,7 +138,7 @@ def _read_template_file(path: Path) -> ChatTemplate:
     except OSError as error:
         raise ConfigError(f"--chat_template {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # UnicodeDecodeError too
-        raise ConfigError(f"--chat_template {path} is not a usable Jinja template: {_one_line(error)}") from None
+        raise ConfigError(f"--chat_template {path} is not a usable Jinja template: {one_line(error)}") from None
 
 
 def _eos_token_ids(folder: Path, own: int | None) -> list[int]:
@@ -173,7 +156,3 @@ def _eos_token_ids(folder: Path, own: int | None) -> list[int]:
     if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them")
     return list(dict.fromkeys(ids))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

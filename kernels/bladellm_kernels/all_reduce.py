@@ -3,7 +3,8 @@
 Between GPUs of one host few rows take one kernel, in which ranks write to each other's memory (`rank_exchange`): every
 rank sends its rows to all others and adds what it gets (`rank_sums_triton`) or, where that is much to send, each adds
 some rows for all (`rank_two_shots_triton`). A captured CUDA graph may hold such calls. Otherwise they take the group's
-own collectives and the operators of one GPU.
+own collectives and the operators of one GPU. Sums of many rows can be started, and waited for when they are used: the
+rows go by the copy engines of two GPUs (`rank_copies`), or by a collective that the current stream does not wait for.
 """
 
 import logging
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.pending_sums import CollectiveSum, PendingSum
+from bladellm_kernels.rank_copies import RankCopies, open_copies
 from bladellm_kernels.rank_exchange import (
     SUM_UNITS,
     WORD_BYTES,
@@ -59,6 +62,7 @@ class AllReduce:
     call that is to be fast, as far as `bounds` go; hidden, dtype: of these rows. device: this rank's CUDA device, None
     where it has none; the ranks of a host need devices of different numbers. gather_rows: as `rows`, in
     `all_gather_last`; gather_columns: of each rank's part there, of type gather_dtype; 0 where that need not be fast.
+    copied_rows: the most rows of a layer whose sums are started (`start_sum`) and go by copy engines, 0 for none.
     Calls with other shapes and types work too, by the group's collectives.
     """
 
@@ -73,6 +77,7 @@ class AllReduce:
         gather_rows: int = 0,
         gather_columns: int = 0,
         gather_dtype: torch.dtype = torch.float32,
+        copied_rows: int = 0,
         bounds: Bounds | None = None,
     ) -> None:
         self._group, self._dtype, self._gather_dtype, self._device = group, dtype, gather_dtype, device
@@ -80,12 +85,19 @@ class AllReduce:
         self._one: Exchange | None = None
         self._two: TwoShots | None = None
         self._gathers: Exchange | None = None
+        self._copies: RankCopies | None = None
         try:
             self._open_sums(rows, hidden * dtype.itemsize, bounds or Bounds.default(self.size))
             if gather_rows and gather_columns:
                 self._gathers = self._open_gathers(gather_rows, gather_columns * gather_dtype.itemsize)
         except NoExchangeError as error:
             logger.info("ranks use the collectives of %s: %s", dist.get_backend(group), error)
+        try:
+            if copied_rows:
+                words = _whole_words(hidden * dtype.itemsize)
+                self._copies = open_copies(group, copied_rows, words, dtype, device)
+        except NoExchangeError as error:
+            logger.info("sums over ranks of many rows are not taken by copy engines: %s", error)
 
     @property
     def fast_rows(self) -> int:
@@ -98,9 +110,15 @@ class AllReduce:
         return 0 if self._gathers is None else self._gathers.rows
 
     @property
+    def copied_rows(self) -> int:
+        """The most rows of a layer that `start_sum` sends by copy engines; 0 where it does not."""
+        return 0 if self._copies is None else self._copies.rows
+
+    @property
     def bytes(self) -> int:
         """Of this rank's memory that others write to."""
-        return sum(way.bytes for way in (self._one, self._two, self._gathers) if way is not None)
+        ways = (self._one, self._two, self._gathers, self._copies)
+        return sum(way.bytes for way in ways if way is not None)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden], contiguous. Returns it with the sum over the ranks, the same to the bit on all of them."""
@@ -143,6 +161,17 @@ class AllReduce:
         weighted, squares = torch.empty_like(y), torch.empty(len(y), parts, dtype=torch.float32, device=y.device)
         _launch(way, y, residual, parts, residual, weight, eps, weighted, squares)
         return residual, DelayedNorm(weighted, squares, eps)
+
+    def start_sum(self, y: torch.Tensor, first: int) -> PendingSum:
+        """Start to add up y [T, N] over the ranks, contiguous, rows of a layer from its row `first` on, which is 0 for
+        its first ones. The current stream goes on, and may not write to y.
+
+        All that was started for a layer must be used before a next one's is, and before any other call. Not in a
+        captured graph.
+        """
+        if self._copies is not None and self._copies.takes(y, first):
+            return self._copies.start(y, first)
+        return CollectiveSum(y, dist.all_reduce(y, group=self._group, async_op=True))
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., N], contiguous. Returns [..., size · N], the ranks' parts side by side; -0.0 may become 0.0."""

@@ -175,8 +175,6 @@ def merge_parts(
 ) -> None:
     """`merge_attention` by one kernel; the arguments have been checked."""
     tokens, heads, head_dim = out.shape
-    if tokens == 0:
-        return
     whole = lses[0] if lse is None else lse
     merge_parts_kernel[(triton.cdiv(tokens * heads, _ROWS),)](
         tuple(map(_part, outs, lses)),
@@ -190,6 +188,20 @@ def merge_parts(
         LSE=lse is not None,
         **early_launch(out.device),
     )
+
+
+def compile_merges(q: torch.Tensor, parts: int) -> None:
+    """Compile and load what `merge_parts` of 2 to so many parts needs, and of one fewer with the logarithms of the
+    whole, by launches of no programs.
+
+    q: [0, H, D], such as the outputs. Logarithms lie as those of cuDNN's attention do, those of a head side by side,
+    the last part's at whole 16 bytes or not: it begins where a chunk does.
+    """
+    lse = torch.empty(q.shape[1], 1 << 7, dtype=torch.float32, device=q.device).t()
+    for count in range(2, parts + 1):
+        for last in (lse, lse[1:]):
+            merge_parts([q] * count, [*[lse] * (count - 1), last], q)
+    merge_parts([q] * (parts - 1), [lse] * (parts - 1), q, lse)
 
 
 def _part(output: torch.Tensor, lse: torch.Tensor) -> Part:

@@ -20,7 +20,7 @@ import torch
 from bladellm_kernels.kv_dequantize import Stretch, kv_dequantize
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention import merge_attention
-from bladellm_kernels.prefill_calls import LENGTH_STEP, PlannedCalls, fits_granule
+from bladellm_kernels.prefill_calls import LENGTH_STEP, PlannedCalls, fits_granule, padded
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS, Heads
 from bladellm_kernels.prefill_plan import LONGEST_LEAD, LONGEST_PIECE, plan_chunk
 from bladellm_kernels.prefill_tiles import Span
@@ -100,8 +100,14 @@ def _prefix_states(
 
 
 def _merged(states: Sequence[State]) -> State:
-    lse = torch.empty(states[0].lse.shape, dtype=torch.float32, device=states[0].lse.device)
+    tokens, heads = states[0].lse.shape
+    lse = empty_logs(tokens, heads, states[0].lse.device)
     return State(merge_attention([each.out for each in states], [each.lse for each in states], None, lse), lse)
+
+
+def empty_logs(tokens: int, heads: int, device: torch.device) -> torch.Tensor:
+    """float32 [T, H], uninitialized, laid out as cuDNN's are: they are merged by kernels that are ready."""
+    return torch.empty(heads, padded(tokens), dtype=torch.float32, device=device).t()[:tokens]
 
 
 @contextmanager
@@ -156,9 +162,9 @@ def _queries(q: torch.Tensor, span: Span, lead: int, rows: int) -> torch.Tensor:
     last = first + (rows - 1) * q.stride(0) + (q.shape[1] - 1) * q.stride(1) + q.shape[2] - 1
     if first >= 0 and last < q.untyped_storage().nbytes() // q.dtype.itemsize:
         return q.as_strided((rows, *q.shape[1:]), q.stride(), first)
-    padded = torch.empty_strided((rows, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
-    padded[lead : lead + span.query_len] = q[span.first : span.first + span.query_len]
-    return padded
+    copy = torch.empty_strided((rows, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
+    copy[lead : lead + span.query_len] = q[span.first : span.first + span.query_len]
+    return copy
 
 
 def _stored(

@@ -14,7 +14,7 @@ from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import Stretch
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_calls import CudnnCall, PlannedCalls, calls_to_plan
-from bladellm_kernels.prefill_sdpa import cudnn_attention, in_place, longest_piece
+from bladellm_kernels.prefill_sdpa import MERGED_AT_ONCE, cudnn_attention, in_place, longest_piece
 from bladellm_kernels.ragged_prefill_attention import cudnn_takes
 
 # Longest time for plans: what is not planned by then is never asked of cuDNN. One plan more may be under way.
@@ -37,6 +37,7 @@ def warm_up(
     if device.type != "cuda" or not has_triton():
         return None
     from bladellm_kernels.kv_dequantize_triton import launch as dequantize
+    from bladellm_kernels.merge_attention_triton import compile_merges
     from bladellm_kernels.ragged_prefill_triton import compile_ahead
 
     empty = torch.empty(0, heads, first.head_dim, dtype=dtype, device=device)
@@ -52,6 +53,8 @@ def warm_up(
     if any(cudnn_takes(first.head_dim, dtype, window, length, capability) for window in windows):
         calls = calls_to_plan(tokens, length, longest_piece(first), in_place(first), first.granule_tokens)
         calls = plan_calls(heads, dtype, layers, calls, PLAN_SECONDS)
+        if any(not call.causal for call in calls):
+            compile_merges(empty, MERGED_AT_ONCE)
     return PlannedCalls(calls, in_place(first), first.granule_tokens)
 
 

@@ -1,8 +1,10 @@
 """What several GPUs make of a shape: `python recipes/benchmarks/parallel_steps.py MODELS SHAPE [FLAGS]`.
 
 Milliseconds a token by requests that decode together, of prefills on an idle engine, and tokens a second offline, with
-random weights (`shapes.py`), beside what vLLM was measured to take and this project's goals where there are any. What
-`--seconds` leaves no time for is left out, the start included; one table comes last.
+random weights (`shapes.py`), beside what vLLM was measured to take and this project's goals where there are any:
+`measured` is the median of single steps or prefills, and the mean beside it shows what a few of them waited for. What
+`--seconds` leaves no time for is left out, the start included; one table comes last. `--overlap_sums_tokens 0` measures
+prefills whose sums over ranks nothing hides.
 """
 
 import argparse
@@ -26,8 +28,10 @@ from bladellm_runtime.wire.messages import one_by_one
 WARM_TOKENS = 8
 SPARE_TOKENS = 300
 """Of each request, besides those timed: the first ones decode while the others' prompts are computed."""
-Measured = tuple[str, str, float]
-"""A case, its unit, and the figure."""
+Figures = tuple[float, float | None]
+"""The median, and the mean where there are several."""
+Measured = tuple[str, str, float, float | None]
+"""A case, its unit, and the figures."""
 
 TWO_GPUS = {
     "decode 1": Target(peer=3.47, least=2.7), "decode 8": Target(peer=3.76, least=2.9),
@@ -51,48 +55,55 @@ def build(args: argparse.Namespace) -> Engine:
             cuda_graph_max_batch_size=args.cuda_graph_max_batch_size, kv_cache_gib=args.kv_cache_gib,
             max_gpu_memory_utilization=args.max_gpu_memory_utilization, disable_prompt_cache=True,
             tensor_parallel_size=args.tensor_parallel_size, pipeline_parallel_size=args.pipeline_parallel_size,
-            pipeline_micro_batch=args.pipeline_micro_batch,
+            pipeline_micro_batch=args.pipeline_micro_batch, overlap_sums_tokens=args.overlap_sums_tokens,
         )
     )  # fmt: skip
 
 
-def decode_ms(engine: Engine, batch: int, args: argparse.Namespace) -> float:
+def decode_ms(engine: Engine, batch: int, args: argparse.Namespace) -> Figures:
     """Milliseconds in which each of `batch` requests gets a token, whichever steps share them."""
     start_decoding(engine, batch, args.input, args.steps + SPARE_TOKENS, seed=batch)
     made_in(engine, batch * WARM_TOKENS)
-    seconds, made = made_in(engine, batch * args.steps)
+    steps = made_in(engine, batch * args.steps)
     finish(engine.core, batch)
-    return 1e3 * seconds * batch / made
+    seconds, made = (sum(figures) for figures in zip(*steps, strict=True))
+    return 1e3 * float(np.median([batch * each / tokens for each, tokens in steps])), 1e3 * seconds * batch / made
 
 
-def made_in(engine: Engine, tokens: int) -> tuple[float, int]:
-    """Seconds until so many tokens are there, and how many there are by then."""
-    start, made = time.perf_counter(), 0
-    while made < tokens:
+def made_in(engine: Engine, tokens: int) -> list[tuple[float, int]]:
+    """Until so many tokens are there, of every step that made some: seconds since the last one, and its tokens."""
+    steps: list[tuple[float, int]] = []
+    start, left = time.perf_counter(), tokens
+    while left > 0:
         if engine.core.idle:
             raise RuntimeError("requests ended before they were measured; lower --steps")
-        made += sum(len(delta.tokens) for delta in one_by_one(engine.core.step()))
-    return time.perf_counter() - start, made
+        made = sum(len(delta.tokens) for delta in one_by_one(engine.core.step()))
+        if made:
+            end = time.perf_counter()
+            steps.append((end - start, made))
+            start, left = end, left - made
+    return steps
 
 
-def prefill_ms(bench: Bench, tokens: int, args: argparse.Namespace) -> float:
-    """The median time from a prompt's arrival to its token, on an idle engine."""
+def prefill_ms(bench: Bench, tokens: int, args: argparse.Namespace) -> Figures:
+    """Of the times from a prompt's arrival to its token, on an idle engine."""
     bench.prefill(tokens)
     repeats = max(3, args.repeats * 1024 // max(tokens, 1024))
-    return 1e3 * float(np.median([bench.prefill(tokens) for _ in range(repeats)]))
+    times = [1e3 * bench.prefill(tokens) for _ in range(repeats)]
+    return float(np.median(times)), float(np.mean(times))
 
 
-def offline_rate(engine: Engine, args: argparse.Namespace) -> float:
+def offline_rate(engine: Engine, args: argparse.Namespace) -> Figures:
     """Tokens a second, the bound on steps with decodes lifted."""
     engine.core.bound_steps(None)
-    return float(offline.measure(engine, args.requests, args.input, args.output, seed=1)["tokens_per_s"])
+    return float(offline.measure(engine, args.requests, args.input, args.output, seed=1)["tokens_per_s"]), None
 
 
-def plan(engine: Engine, args: argparse.Namespace) -> list[tuple[str, str, Callable[[], float]]]:
+def plan(engine: Engine, args: argparse.Namespace) -> list[tuple[str, str, Callable[[], Figures]]]:
     """Every case, its unit and what measures it, the most wanted first."""
     bench = Bench(engine, 0)
     batches = [batch for batch in args.batches if batch <= args.max_running_requests]
-    cases: list[tuple[str, str, Callable[[], float]]] = []
+    cases: list[tuple[str, str, Callable[[], Figures]]] = []
     cases += [(f"decode {batch}", "ms", lambda batch=batch: decode_ms(engine, batch, args)) for batch in batches]
     cases += [(f"prefill {size}", "ms", lambda size=size: prefill_ms(bench, size, args)) for size in args.prefills]
     if args.requests:
@@ -103,11 +114,12 @@ def plan(engine: Engine, args: argparse.Namespace) -> list[tuple[str, str, Calla
 def table(args: argparse.Namespace, rows: list[Measured]) -> str:
     """In Markdown, beside the goals."""
     goals = GOALS.get((args.shape, args.tensor_parallel_size, args.pipeline_parallel_size), {})
-    lines = ["| case | unit | vLLM | at least | measured | met |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    for case, unit, value in rows:
+    lines = ["| case | unit | vLLM | at least | measured | mean | met |", f"| --- | --- |{' ---: |' * 4} --- |"]
+    for case, unit, value, mean in rows:
         goal = goals.get(case, Target())
         met = "" if goal.least is None else ("yes" if (value >= goal.least) == unit.endswith("/s") else "no")
-        lines.append(f"| {case} | {unit} | {number(goal.peer)} | {number(goal.least)} | {number(value)} | {met} |")
+        cells = [case, unit, *map(number, (goal.peer, goal.least, value, mean)), met]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -115,14 +127,14 @@ def measure(args: argparse.Namespace) -> list[Measured]:
     """All cases that there is time for."""
     began = psutil.Process().create_time()
     engine = build(args)
-    rows: list[Measured] = [("engine ready", "s", time.time() - began)]
+    rows: list[Measured] = [("engine ready", "s", time.time() - began, None)]
     print("GiB", {name: round(size / GIB, 2) for name, size in engine.ready.memory}, flush=True)
     for case, unit, work in plan(engine, args):
         if time.time() - began > args.seconds:
             print(f"no time for {case}", flush=True)
             continue
-        rows.append((case, unit, work()))
-        print(case, unit, number(rows[-1][2]), flush=True)
+        rows.append((case, unit, *work()))
+        print(case, unit, *map(number, rows[-1][2:]), flush=True)
         if args.json:
             args.json.write_text(json.dumps({"flags": str(vars(args)), "rows": rows}, indent=2) + "\n")
     engine.core.close()
@@ -136,6 +148,7 @@ def main() -> None:
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--pipeline_parallel_size", type=int, default=1)
     parser.add_argument("--pipeline_micro_batch", type=int)
+    parser.add_argument("--overlap_sums_tokens", type=int, help="as the server's; 0: all sums whole")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--prefills", nargs="*", type=int, default=[1024, 8192, 32768])
     parser.add_argument("--input", type=int, default=512, help="prompt tokens of requests that decode")

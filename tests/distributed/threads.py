@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -24,13 +25,18 @@ class Meeting:
 
 
 class ThreadCommunicator:
-    """Computes what `AllReduce` says, and refuses what it refuses. joined: (operation, rows) of every call."""
+    """Computes what `AllReduce` says, and refuses what it refuses. joined: (operation, rows) of every call.
+
+    overlap_rows: fewest rows of a sum that is taken in parts; 0: none is.
+    """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
         self.rank = rank
         self.size = meeting.size
         self.joined: list[tuple[str, int]] = []
+        self.overlap_rows = 0
+        self._started: list[ThreadSum] = []
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()
@@ -49,6 +55,26 @@ class ThreadCommunicator:
         self._add("add_delayed_norm", y, residual, weight)
         squares = [half.float().square().sum(1) for half in residual.tensor_split(2, dim=1)]
         return residual, DelayedNorm(residual * weight, torch.stack(squares, 1), eps)
+
+    def overlaps(self, rows: int) -> bool:
+        return 0 < self.overlap_rows <= rows
+
+    def start_sum(self, y: torch.Tensor, first: int) -> "ThreadSum":
+        assert y.ndim == 2
+        assert y.is_contiguous()
+        assert first == sum(len(each.y) for each in self._started), "rows of a layer before are under way"
+        self.joined.append(("start_sum", len(y)))
+        self._started.append(ThreadSum(self, y, all_reduce_reference(self._exchange(y.clone())), y.clone()))
+        return self._started[-1]
+
+    def finish(self, started: "ThreadSum") -> None:
+        """Sums are used in the order in which they were started, and the last of a layer ends it."""
+        self.joined.append(("add_norm of sum", len(started.y)))
+        assert started in self._started
+        started.used = True
+        assert [each.used for each in self._started] == sorted((each.used for each in self._started), reverse=True)
+        if all(each.used for each in self._started):
+            self._started.clear()
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._join("all_gather_last", x), dim=-1)
@@ -70,6 +96,7 @@ class ThreadCommunicator:
         y.fill_(torch.nan)
 
     def _join(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+        assert not self._started, f"{name} while sums are under way"
         self.joined.append((name, len(x)))
         return self._exchange(x.clone())
 
@@ -81,6 +108,24 @@ class ThreadCommunicator:
         values = list(meeting.values)
         meeting.barrier.wait(WAIT_S)
         return values
+
+
+@dataclass(eq=False)
+class ThreadSum:
+    """Rows of one rank, which may not be written to until their sum is used; a copy of them says whether they were."""
+
+    group: ThreadCommunicator
+    y: torch.Tensor
+    sum: torch.Tensor
+    before: torch.Tensor
+    used: bool = False
+
+    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        assert torch.equal(self.y, self.before), "rows were written to while they were added up"
+        self.group.finish(self)
+        self.y.fill_(torch.nan)
+        residual.copy_(self.sum + residual.float())
+        out.copy_(rms_norm_reference(residual, weight, eps))
 
 
 def run_ranks(size: int, work: Callable[[ThreadCommunicator], T]) -> list[T]:

@@ -32,9 +32,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relocating": {"kv_arena": "relocating"},
     "paged": {"attn_cls": "paged"},
     "int8": {"kv_cache_quant": "int8"},
+    "sums in parts": {"overlap_sums_tokens": 5},
     "swap": {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.1},
 }
-EVERY = [(2, name) for name in OPTIONS] + [(3, "overlap"), (3, "chunks of 7"), (3, "paged"), (6, "no overlap")]
+OF_THREE = ("overlap", "chunks of 7", "paged", "sums in parts")
+EVERY = [(2, name) for name in OPTIONS] + [(3, name) for name in OF_THREE] + [(6, "no overlap")]
 SAMPLE = (2, "chunks of 7")
 
 

@@ -87,6 +87,40 @@ def check_sum(group: AllReduce, rows: int, hidden: int, dtype: torch.dtype, devi
     assert torch.equal(norm.weighted, stream * weight)
 
 
+def check_copies(rank: int, ranks: int, meet: str, seed: int) -> None:
+    """Random layers in parts, ranks late by chance, beside products that hold all multiprocessors; then one whole."""
+    with group_of(rank, ranks, meet) as device:
+        chance, late = random.Random(seed), random.Random(seed + 1 + rank)
+        torch.manual_seed(seed)
+        group = AllReduce(
+            dist.group.WORLD, rows=8, hidden=1000, dtype=torch.bfloat16, device=device, copied_rows=5000
+        )  # fmt: skip
+        assert group.copied_rows == (5000 if ranks == 2 else 0)
+        weight, busy = torch.randn(1000, device=device).bfloat16(), torch.randn(4096, 4096, device=device).bfloat16()
+        for _ in range(200):
+            rows = chance.choice([2, 17, 300, 4999, 5000, 5001])
+            y, residual = (torch.randn(*size, rows, 1000, device=device).bfloat16() for size in ((ranks,), ()))
+            cut, normed, total = chance.randint(1, rows - 1), torch.empty_like(residual), residual.clone()
+            mine, parts, sums = torch.empty_like(residual), (slice(0, cut), slice(cut, rows)), []
+            for part in parts:
+                torch.cuda._sleep(late.randint(0, 300_000))
+                mine[part] = y[rank, part]
+                sums.append(group.start_sum(mine[part], part.start))
+                busy.matmul(busy)
+            for part, pending in zip(parts, sums, strict=True):
+                pending.add_norm(total[part], weight, EPS, normed[part])
+                torch.cuda._sleep(late.randint(0, 100_000))
+            # Their memory may be had by what comes next.
+            mine.fill_(torch.nan)
+            expected = all_reduce_reference(list(y)) + residual.float()
+            if ranks == 2 and rows <= 5000:
+                assert torch.equal(total, expected.bfloat16())
+            assert_close(total / ranks, expected / ranks, torch.bfloat16)
+            assert_close(normed, rms_norm_reference(total, weight, EPS), torch.bfloat16)
+            assert_same_bits(total, ranks)
+        group.all_reduce(torch.ones(3, 1000, dtype=torch.bfloat16, device=device))
+
+
 def check_gathers(rank: int, ranks: int, meet: str, seed: int) -> None:
     with group_of(rank, ranks, meet) as device:
         torch.manual_seed(seed + rank)

@@ -32,6 +32,7 @@ def answers(model: str, **options: Any) -> dict[str, Any]:
             "captured": runner.captured,
             "fast_rows": 0 if group is None else group._sums.fast_rows,
             "fast_gathered_rows": 0 if group is None else group._sums.fast_gathered_rows,
+            "copied_sums": 0 if group is None or group._sums._copies is None else group._sums._copies._sends,
             "memory": dict(llm.ready.memory),
         }
 

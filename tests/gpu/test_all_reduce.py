@@ -17,7 +17,7 @@ ALL_RANKS = [ranks for ranks in (2, 4, 8) if ranks <= torch.cuda.device_count()]
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
-@pytest.mark.parametrize("function", ["check_sums", "check_gathers", "check_graphs"])
+@pytest.mark.parametrize("function", ["check_sums", "check_copies", "check_gathers", "check_graphs"])
 def test_ranks(function, ranks, tmp_path):
     run_ranks(MODULE, function, ranks, str(tmp_path / "meet"), random.randrange(2**30), seconds=300)
 

@@ -20,6 +20,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "captured": {},
     "eager": {"disable_cuda_graph": True},
     "chunks": {"prefill_chunk_tokens": 7, "disable_overlap": True},
+    "parts": {"overlap_sums_tokens": 2, "cuda_graph_prefill_tokens": [0]},
+    "parts, eager": {"overlap_sums_tokens": 1, "disable_cuda_graph": True},
+    "whole sums": {"overlap_sums_tokens": 0},
 }
 
 
@@ -42,7 +45,9 @@ def of_two(folder: Path, model: Path, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_give_the_tokens_of_one(way, demo_model, one_rank, tmp_path):
     found = of_two(tmp_path, demo_model, dtype="float32", **WAYS[way])
-    assert (found["captured"][0] == 0) == (way == "eager")
+    assert (found["captured"][0] == 0) == ("disable_cuda_graph" in WAYS[way])
+    if "overlap_sums_tokens" in WAYS[way]:
+        assert (found["copied_sums"] > 100) == way.startswith("parts")
     assert found["tokens"] == one_rank["tokens"]
     assert found["scored"] == one_rank["scored"]
     assert_equal(demo_model, PROMPTS * 2, found["tokens"])

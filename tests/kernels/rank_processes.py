@@ -16,7 +16,8 @@ def run_ranks(
     module: str, function: str, ranks: int, *arguments: int | str, interpreted: bool = False, seconds: float = 110.0
 ) -> None:
     """Call `function(rank, ranks, *arguments)` on each; all must end well in time. interpreted: Triton's kernels."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(bladellm_kernels.__file__).parents[1])])
+    own = [str(Path(__file__).parents[2]), str(Path(bladellm_kernels.__file__).parents[1])]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
     start = f"{MEND if interpreted else ''}from {module} import {function}; {function}"
     with TemporaryDirectory() as folder:

@@ -29,8 +29,9 @@ def alone(tmp_path):
 def be_rank(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=rank, world_size=ranks)
     for dtype in DTYPES:
-        group = AllReduce(dist.group.WORLD, rows=8, hidden=HIDDEN, dtype=dtype, gather_rows=8, gather_columns=5)
-        assert (group.fast_rows, group.fast_gathered_rows, group.bytes) == (0, 0, 0)
+        sizes = {"rows": 8, "hidden": HIDDEN, "gather_rows": 8, "gather_columns": 5, "copied_rows": 9}
+        group = AllReduce(dist.group.WORLD, dtype=dtype, **sizes)
+        assert (group.fast_rows, group.fast_gathered_rows, group.copied_rows, group.bytes) == (0, 0, 0, 0)
         for seed in range(3):
             torch.manual_seed(seed)
             parts = [torch.randn(seed + 1, HIDDEN).to(dtype) for _ in range(ranks)]
@@ -61,6 +62,10 @@ def check(group: AllReduce, parts: list[torch.Tensor], rank: int, residual: torc
     total, norm = group.add_delayed_norm(parts[rank].clone(), residual.clone(), weight, 1e-5)
     assert_close(total, stream, dtype)
     assert_close(norm.normed(), rms_norm_reference(total, weight, 1e-5), dtype)
+    normed, total = torch.empty_like(residual), residual.clone()
+    group.start_sum(parts[rank].clone(), 0).add_norm(total, weight, 1e-5, normed)
+    assert_close(total, stream, dtype)
+    assert_close(normed, rms_norm_reference(total, weight, 1e-5), dtype)
     assert torch.equal(group.all_gather_last(parts[rank]), torch.cat(parts, 1))
     assert torch.equal(group.all_gather_last(parts[rank][0]), torch.cat([part[0] for part in parts]))
 
@@ -81,8 +86,10 @@ def test_it_says_why_there_is_no_exchange(alone, caplog):
     with caplog.at_level(logging.INFO):
         AllReduce(alone, rows=8, hidden=HIDDEN, dtype=torch.float32)
         AllReduce(alone, rows=8, hidden=7, dtype=torch.bfloat16)
+        AllReduce(alone, rows=0, hidden=HIDDEN, dtype=torch.float32, copied_rows=9)
     assert "between CUDA devices only" in caplog.messages[0]
     assert "14 bytes" in caplog.messages[1]
+    assert "copies go between two ranks only" in caplog.messages[2]
 
 
 def test_wrong_arguments(alone):

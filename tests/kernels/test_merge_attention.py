@@ -1,10 +1,13 @@
 """The merge of attention over parts of a sequence against attention over all of it."""
 
+import random
+
 import pytest
 import torch
 from bladellm_kernels.merge_attention import merge_attention, merge_attention_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE
+from tests.kernels.hopper import compiled_launches
 from tests.kernels.interpreted import run_interpreted
 
 
@@ -98,3 +101,42 @@ def interpreted():
 def test_interpreted():
     pytest.importorskip("triton")
     run_interpreted("tests.kernels.test_merge_attention", "interpreted")
+
+
+def chunk_states(parts: int, heads: int, lead: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and logarithms as `prefill_sdpa` merges them: rows of cuDNN's, of the square from `lead` on."""
+    rows = [128 * random.randint(5, 9) for _ in range(parts)]
+    outs = [torch.zeros(each, heads, 64, dtype=torch.bfloat16) for each in rows]
+    lses = [torch.zeros(heads, each).t() for each in rows]
+    firsts = [0] * (parts - 1) + [lead]
+    states = [(out[at : at + tokens], lse[at : at + tokens]) for out, lse, at in zip(outs, lses, firsts, strict=True)]
+    return [out for out, _ in states], [lse for _, lse in states]
+
+
+def test_no_chunk_waits_for_a_kernel():
+    """What is compiled at the start serves all numbers of pieces, wherever a chunk and its pieces begin and end."""
+    pytest.importorskip("triton")
+    from bladellm_kernels.merge_attention_triton import compile_merges, merge_parts, merge_parts_kernel
+    from bladellm_kernels.prefill_sdpa import MERGED_AT_ONCE, empty_logs
+
+    heads = random.choice([4, 5, 16, 32])
+
+    def kernels() -> int:
+        return sum(len(cache[0]) for cache in merge_parts_kernel.device_caches.values())
+
+    with compiled_launches():
+        merge_parts_kernel.device_caches.clear()
+        compile_merges(torch.empty(0, heads, 64, dtype=torch.bfloat16), MERGED_AT_ONCE)
+        ready = kernels()
+        assert ready == 2 * (MERGED_AT_ONCE - 1) + 1
+        for parts in range(2, MERGED_AT_ONCE + 1):
+            for lead in (0, 1, 4, 511):
+                outs, lses = chunk_states(parts, heads, lead, random.randint(1, 129))
+                merge_parts(outs, lses, torch.zeros_like(outs[0]))
+        outs, lses = chunk_states(MERGED_AT_ONCE - 1, heads, 0, 100)
+        logs = empty_logs(100, heads, torch.device("cpu"))
+        merge_parts(outs, lses, torch.zeros_like(outs[0]), logs)
+        merge_parts(outs[:3], [logs, *lses[:2]], torch.zeros_like(outs[0]))
+        assert kernels() == ready
+        merge_parts(outs, [lse.contiguous() for lse in lses], outs[0])
+        assert kernels() == ready + 1

@@ -215,6 +215,24 @@ def test_ranks_give_the_logits_of_merged_weights(family, degree):
         assert_merged(found, prompts, [references[slot + 1] for slot in slots])
 
 
+def test_sums_are_taken_in_parts_where_no_token_has_an_adapter(family):
+    folder, adapters, references = family
+    prompts = [random_prompt(length) for length in (12, 7)]
+
+    def work(group):
+        group.overlap_rows = 2
+        model = load(folder, adapters, communicator=group)
+        found = run(model, [1, -1], prompts)
+        names = {name for name, _ in group.joined}
+        plain = Sequences(model).step([(0, prompts[0])])
+        return found, names, plain, {name for name, _ in group.joined}
+
+    for found, names, plain, all_names in run_ranks(2, work):
+        assert_merged(found, prompts, [references[2], references[0]])
+        assert_merged(plain, prompts[:1], references[:1])
+        assert "start_sum" in all_names - names
+
+
 @pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_of_a_split_folder_cut_whole_adapters(quantized, tmp_path):
     if quantized:

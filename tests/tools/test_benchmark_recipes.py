@@ -63,11 +63,14 @@ def test_the_parts_of_a_soak_add_up(tmp_path):
 def test_what_several_ranks_make_of_a_shape_is_measured(tmp_path, degree):
     flags = ("--batches", "1", "3", "--prefills", "40", "--input", "9", "--output", "4", "--requests", "6")
     flags += ("--steps", "5", "--max_running_requests", "4", "--kv_cache_gib", "0.05", "--device", "cpu")
+    flags += ("--overlap_sums_tokens", "16")
     done = run_script(ROOT / "recipes/benchmarks/parallel_steps.py", str(tmp_path), "tiny", f"--{degree}", "2", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
     measured = {row[1].strip(): row[5].strip() for row in cells[2:]}
     assert list(measured) == ["engine ready", "decode 1", "decode 3", "prefill 40", "offline"]
+    means = [row[6].strip() for row in cells[2:] if row[1].split()[0] in ("decode", "prefill")]
+    assert all(float(mean.replace(",", "")) > 0 for mean in means)
     assert all(float(value.replace(",", "")) > 0 for value in measured.values())
 
 

@@ -62,8 +62,9 @@ def command_line(draw: st.DrawFn) -> tuple[list[str], dict[str, Any]]:
         name = item.name.replace("_", "-") if draw(st.booleans()) else item.name
         texts = [str(one).lower() if item.kind is bool else str(one) for one in (value if item.is_list else [value])]
         arguments += [f"--{name}={texts[0]}", *texts[1:]] if draw(st.booleans()) else [f"--{name}", *texts]
-    # The two that cannot be together whatever is served.
+    # Those that cannot be together whatever is served.
     assume(not values.get("disable_frontend_multiprocessing") or values.get("frontend_processes", 1) == 1)
+    assume(not values.get("enable_json_warmup") or values.get("guided_backend") != "fsm")
     return arguments, values
 
 
