@@ -9,7 +9,6 @@ import logging
 import resource
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
@@ -88,17 +87,42 @@ def protocol_class(args: ServingArgs, open_connections: SharedCount) -> type[Htt
     return type("Protocol", (GuardedProtocol,), limits)
 
 
-def _write_now(cycle: RequestResponseCycle, make: Callable[[], bytes]) -> bool:
-    """Write a part of a chunked body, as `cycle.send` would, if that needs no waiting; see `WriteNow`.
+class ChunkWriter:
+    """Writes parts of a chunked body, as `cycle.send` would, if that needs no waiting; see `BodyWriter`.
 
-    A third of the cost of a streamed token is the way through a task and the cycle's coroutine to this one write.
+    The way through a task and the cycle's coroutine to the one write would cost as much as all else of a token.
     """
-    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
-        return False
-    part = make()
-    if part:
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-    return True
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, make: Callable[[], bytes]) -> bool:
+        """Write what `make` makes."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        part = make()
+        if part:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
+
+    def between(self, before: bytes, after: bytes) -> Callable[[bytes], bool]:
+        """A function that writes a part of which only the middle changes."""
+        cycle, flow, write = self._cycle, self._cycle.flow, self._cycle.transport.write
+        around, end = len(before) + len(after), after + b"\r\n"
+        heads: dict[int, bytes] = {}
+
+        def write_between(middle: bytes) -> bool:
+            if flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+                return False
+            size = len(middle)
+            head = heads.get(size)
+            if head is None:
+                head = heads[size] = b"%x\r\n%b" % (around + size, before)
+            write(head + middle + end)
+            return True
+
+        return write_between
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -156,7 +180,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
         elif not self._refused:
             super().on_headers_complete()
-            extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: partial(_write_now, self.cycle)}
+            extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: ChunkWriter(self.cycle)}
             self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
 
     def on_body(self, body: bytes) -> None:
