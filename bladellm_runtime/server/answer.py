@@ -6,7 +6,7 @@ from time import monotonic
 from typing import Self
 
 from bladellm_runtime.server.chat import ChatCall
-from bladellm_runtime.server.choice import Piece, WriteJson
+from bladellm_runtime.server.choice import Piece, TextWriter
 from bladellm_runtime.server.completions import CompletionCall
 from bladellm_runtime.server.exchange import BodyWriter, Exchange, Header
 from bladellm_runtime.server.generation import Generation
@@ -113,7 +113,7 @@ class StreamEvents:
             return self._chunk(index, piece)
         return b"".join([self._chunk(index, piece) for index, piece in pieces.items()])
 
-    def text_writer(self, writer: BodyWriter) -> WriteJson | None:
+    def text_writer(self, writer: BodyWriter) -> TextWriter | None:
         """Writes an event with a given text, already JSON, as the next of a first choice that has begun; None where an
         event tells more."""
         return None if self._heading.continuous_usage else writer.between(*self._format.around_text(0))

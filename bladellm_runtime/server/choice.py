@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import Protocol
 
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.server.limits import Failure
@@ -13,8 +14,11 @@ from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta
 
 
-WriteJson = Callable[[bytes], bool]
-"""Writes an event with this JSON string as its text, and returns True; or returns False if that would have to wait."""
+class TextWriter(Protocol):
+    """Writes events of a stream that differ in their text alone."""
+
+    def write(self, text: bytes) -> bool:
+        """Write an event with this JSON string, and return True; or return False at once if that would have to wait."""
 
 
 @dataclass(slots=True)
@@ -42,11 +46,13 @@ class RunningChoice:
 
     __slots__ = (
         "_emit",
+        "_json",
         "_last_at",
         "_logprobs",
         "_metrics",
         "_scheduled_at",
         "_stream",
+        "_written",
         "cached_tokens",
         "echo",
         "first_at",
@@ -69,11 +75,13 @@ class RunningChoice:
         self.echo = echo
         self.first_at = 0.0
         self.cached_tokens = 0
-        self.write: WriteJson | None = None
+        self.write: TextWriter | None = None
         """For plain choices alone, while nothing waits to be written."""
         self._emit = emit
         self._metrics = metrics
         self._stream = TextStream(tokenizer, request)
+        self._json = tokenizer.token_json(request.params.skip_special_tokens)
+        self._written = 0
         hidden = tokenizer.special_ids if request.params.skip_special_tokens else ()
         scored = request.params.logprobs is not None
         self._logprobs = ChoiceLogprobs(tokenizer.token_bytes, hidden) if scored else None
@@ -82,13 +90,13 @@ class RunningChoice:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens of it may be written one by one."""
-        return self._stream.plain and self._logprobs is None
+        """Whether its next token may be written without a piece."""
+        return self._stream.independent and self._logprobs is None
 
     @property
     def completion_tokens(self) -> int:
         """Tokens generated so far."""
-        return self._stream.completion_tokens
+        return self._stream.completion_tokens + self._written
 
     @property
     def finished(self) -> bool:
@@ -104,9 +112,9 @@ class RunningChoice:
         """Take one more token of a step that came at `at`; `on_delta` would do the same, at several times the cost."""
         write = self.write
         if write is not None:
-            text = self._stream.json_of(token)
-            if text is not None and write(text):
-                self._stream.completion_tokens += 1
+            text = self._json[token]
+            if text is not None and write.write(text):
+                self._written += 1
                 self._metrics.token_times.append(at - self._last_at)
                 self._last_at = at
                 return

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Protocol
 
+from bladellm_runtime.server.choice import TextWriter
 from bladellm_runtime.server.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -23,8 +24,8 @@ class BodyWriter(Protocol):
     def write(self, make: Callable[[], bytes]) -> bool:
         """Write what `make` makes, and return True; or return False at once if that would have to wait."""
 
-    def between(self, before: bytes, after: bytes) -> Callable[[bytes], bool]:
-        """A function that does the same with a part of `before`, its argument and `after`."""
+    def between(self, before: bytes, after: bytes) -> TextWriter:
+        """Writes parts of which only what comes between these two changes."""
 
 
 ABORT_EXTENSION = "bladellm.abort"

@@ -9,6 +9,7 @@ import logging
 import resource
 import socket
 from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 from uvicorn.config import Config
@@ -106,23 +107,38 @@ class ChunkWriter:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True
 
-    def between(self, before: bytes, after: bytes) -> Callable[[bytes], bool]:
-        """A function that writes a part of which only the middle changes."""
-        cycle, flow, write = self._cycle, self._cycle.flow, self._cycle.transport.write
-        around, end = len(before) + len(after), after + b"\r\n"
-        heads: dict[int, bytes] = {}
+    def between(self, before: bytes, after: bytes) -> "MiddleWriter":
+        """Writes parts of which only what comes between these two changes."""
+        return MiddleWriter(self._cycle, before, after)
 
-        def write_between(middle: bytes) -> bool:
-            if flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
-                return False
-            size = len(middle)
-            head = heads.get(size)
-            if head is None:
-                head = heads[size] = b"%x\r\n%b" % (around + size, before)
-            write(head + middle + end)
-            return True
 
-        return write_between
+class MiddleWriter:
+    """Writes parts `before text after` of a chunked body that has begun; the memory it touches for one is little."""
+
+    __slots__ = ("_before", "_cycle", "_end", "_flow", "_size", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle, before: bytes, after: bytes) -> None:
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
+        self._before, self._end = before, _ended(after)
+        self._size = len(before) + len(after)
+
+    def write(self, text: bytes) -> bool:
+        """Write the part with this text, unless that has to wait."""
+        if self._flow.write_paused or self._cycle.disconnected:
+            return False
+        self._write(b"".join((_chunk_head(self._size + len(text)), self._before, text, self._end)))
+        return True
+
+
+@cache
+def _ended(part_end: bytes) -> bytes:
+    """One object for all streams of a kind: what they share stays in the processor's cache."""
+    return part_end + b"\r\n"
+
+
+@lru_cache(4096)
+def _chunk_head(size: int) -> bytes:
+    return b"%x\r\n" % size
 
 
 class GuardedProtocol(HttpToolsProtocol):

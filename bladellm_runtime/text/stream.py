@@ -42,7 +42,6 @@ class TextStream:
         # A prompt of skipped tokens has no text, so the answer is where the text starts.
         at_start = skip and not self._exact and all(token in tokenizer.special_ids for token in request.prompt)
         self._detokenizer = Detokenizer(tokenizer, skip, at_start)
-        self._json = tokenizer.token_json(skip)
         stops = request.params.stop
         self._stops = StopMatcher(stops, request.params.include_stop_str_in_output) if stops else None
         self.completion_tokens = 0
@@ -50,14 +49,9 @@ class TextStream:
         self.finished = False
 
     @property
-    def plain(self) -> bool:
-        """Whether `json_of` may say the text of a token."""
-        return self._stops is None
-
-    def json_of(self, token: int) -> bytes | None:
-        """The JSON string of what the next token adds to a plain stream that has not ended, if that is what the token
-        says on its own; it is to be counted then, and not to be fed."""
-        return self._json[token] if self._detokenizer.independent else None
+    def independent(self) -> bool:
+        """Whether the next token, if it is whole characters, adds what it says on its own, and is only to be counted."""
+        return self._stops is None and self._detokenizer.independent
 
     def feed(self, delta: RequestDelta) -> TextDelta:
         """Take the next delta of the engine; after the end every delta is answered by an empty one."""

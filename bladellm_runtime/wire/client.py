@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import zmq
 
@@ -41,13 +41,18 @@ from bladellm_runtime.wire.transport import (
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[RequestDelta], None]
-TokenSink = Callable[[int, float], None]
-"""Takes one more token and nothing else, and when its step came."""
 
 ENGINE_DEAD = "engine_dead"
 ENGINE_OVERLOADED = "engine_overloaded"
 MESSAGES_PER_WAKE = 64
 POLL_SECONDS = 0.1
+
+
+class TokenSink(Protocol):
+    """Takes the deltas of a request that are one token and nothing else."""
+
+    def on_token(self, token: int, at: float) -> None:
+        """One more token, of a step that came at `at`."""
 
 
 class EngineClient:
@@ -265,7 +270,7 @@ class EngineClient:
                 self._deliver(RequestDelta(request_id, [token]))
                 continue
             try:
-                token_sink(token, at)
+                token_sink.on_token(token, at)
             except Exception:
                 logger.exception("request %d: its token could not be handled", request_id)
 
