@@ -113,7 +113,7 @@ class RunningChoice:
         write = self.write
         if write is not None:
             text = self._json[token]
-            if text is not None and write.write(text):
+            if text is not None and _written(write, text):
                 self._written += 1
                 self._metrics.token_times.append(at - self._last_at)
                 self._last_at = at
@@ -180,6 +180,13 @@ class RunningChoice:
             metrics.inference_time.observe(self._last_at - self._scheduled_at)
         if tokens > 1:
             metrics.time_per_output_token.observe((self._last_at - self.first_at) / (tokens - 1))
+
+
+def _written(writer: TextWriter, text: bytes) -> bool:
+    try:
+        return writer.write(text)
+    except Exception:
+        return False  # It is tried again at the end of the step, where a request that fails is ended.
 
 
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)

@@ -50,7 +50,7 @@ class TextStream:
 
     @property
     def independent(self) -> bool:
-        """Whether the next token, if it is whole characters, adds what it says on its own, and is only to be counted."""
+        """Whether the next token, if it is whole characters, adds what it says on its own, and need not be fed."""
         return self._stops is None and self._detokenizer.independent
 
     def feed(self, delta: RequestDelta) -> TextDelta:
