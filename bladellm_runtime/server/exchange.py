@@ -24,8 +24,8 @@ class BodyWriter(Protocol):
     def write(self, make: Callable[[], bytes]) -> bool:
         """Write what `make` makes, and return True; or return False at once if that would have to wait."""
 
-    def between(self, before: bytes, after: bytes) -> TextWriter:
-        """Writes parts of which only what comes between these two changes."""
+    def between(self, before: bytes, after: bytes) -> TextWriter | None:
+        """Writes parts of which only what comes between these two changes; None where the server cannot."""
 
 
 ABORT_EXTENSION = "bladellm.abort"

@@ -88,43 +88,55 @@ def protocol_class(args: ServingArgs, open_connections: SharedCount) -> type[Htt
     return type("Protocol", (GuardedProtocol,), limits)
 
 
+class Gate:
+    """Whether a connection takes bytes now: it is neither full nor lost. Small, as it is looked at for every token."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = True
+
+
 class ChunkWriter:
     """Writes parts of a chunked body, as `cycle.send` would, if that needs no waiting; see `BodyWriter`.
 
     The way through a task and the cycle's coroutine to the one write would cost as much as all else of a token.
     """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, gate: Gate) -> None:
         self._cycle = cycle
+        self._gate = gate
 
     def write(self, make: Callable[[], bytes]) -> bool:
         """Write what `make` makes."""
         cycle = self._cycle
-        if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        if not self._gate.open or cycle.response_complete or not cycle.chunked_encoding:
             return False
         part = make()
         if part:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True
 
-    def between(self, before: bytes, after: bytes) -> "MiddleWriter":
+    def between(self, before: bytes, after: bytes) -> "MiddleWriter | None":
         """Writes parts of which only what comes between these two changes."""
-        return MiddleWriter(self._cycle, before, after)
+        if not self._cycle.chunked_encoding:
+            return None
+        return MiddleWriter(self._cycle.transport.write, self._gate, before, after)
 
 
 class MiddleWriter:
     """Writes parts `before text after` of a chunked body that has begun; the memory it touches for one is little."""
 
-    __slots__ = ("_before", "_cycle", "_end", "_flow", "_size", "_write")
+    __slots__ = ("_before", "_end", "_gate", "_size", "_write")
 
-    def __init__(self, cycle: RequestResponseCycle, before: bytes, after: bytes) -> None:
-        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
+    def __init__(self, write: Callable[[bytes], None], gate: Gate, before: bytes, after: bytes) -> None:
+        self._write, self._gate = write, gate
         self._before, self._end = before, _ended(after)
         self._size = len(before) + len(after)
 
     def write(self, text: bytes) -> bool:
         """Write the part with this text, unless that has to wait."""
-        if self._flow.write_paused or self._cycle.disconnected:
+        if not self._gate.open:
             return False
         self._write(b"".join((_chunk_head(self._size + len(text)), self._before, text, self._end)))
         return True
@@ -151,6 +163,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self._gate = Gate()
         self._quiet_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
@@ -166,12 +179,23 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers."""
+        """Write no more, and stop all timers."""
+        self._gate.open = False
         self.open_connections.add(-1)
         self._stop_header_timer()
         if self._abort_timer is not None:
             self._abort_timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The transport holds as much as it may."""
+        self._gate.open = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The transport has room again."""
+        self._gate.open = True
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless the parser only collects it: a header, a trailer or a chunk's head without end."""
@@ -196,7 +220,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
         elif not self._refused:
             super().on_headers_complete()
-            extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: ChunkWriter(self.cycle)}
+            extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: ChunkWriter(self.cycle, self._gate)}
             self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
 
     def on_body(self, body: bytes) -> None:

@@ -11,7 +11,7 @@ import pytest
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.server.answer import Heading, answer_stream
 from bladellm_runtime.server.generation import Generation, PromptWork
-from bladellm_runtime.server.listener import ChunkWriter
+from bladellm_runtime.server.listener import ChunkWriter, Gate
 from bladellm_runtime.server.metrics import Metrics
 from bladellm_runtime.server.state import ServerState
 from bladellm_runtime.wire.messages import RequestDelta
@@ -46,9 +46,8 @@ class Server:
             client=self.client, metrics=self.metrics, tokenizer=tokenizer, generations=set(), touched=self.touched
         )
         self.state = state
+        self.gate = Gate()
         self.cycle = SimpleNamespace(
-            flow=SimpleNamespace(write_paused=False),
-            disconnected=False,
             response_complete=False,
             chunked_encoding=True,
             transport=SimpleNamespace(write=self.write),
@@ -65,13 +64,13 @@ class Server:
 
     @property
     def writer(self):
-        return ChunkWriter(self.cycle)
+        return ChunkWriter(self.cycle, self.gate)
 
     async def start_stream(self, headers):
         pass
 
     async def send(self, message):
-        while self.cycle.flow.write_paused:
+        while not self.gate.open:
             await asyncio.sleep(0)
         self.sent += message["body"]
 
@@ -120,9 +119,9 @@ def test_a_stream_says_its_tokens_in_order_however_slow_its_reader(tokenizer, pa
         tokens = tokenizer.encode(TEXT * 4)
         await asyncio.sleep(0)
         for token in tokens[:-1]:
-            server.cycle.flow.write_paused = random.random() < slow
+            server.gate.open = random.random() >= slow
             await server.step([token])
-        server.cycle.flow.write_paused = False
+        server.gate.open = True
         await server.step(tokens[-1:], FinishReason.LENGTH)
         await server.answer
         for index in range(params.get("n", 1)):
