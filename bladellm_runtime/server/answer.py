@@ -62,7 +62,7 @@ async def answer_whole(exchange: Exchange, generation: Generation, heading: Head
 
 
 async def answer_stream(exchange: Exchange, generation: Generation, heading: Heading) -> None:
-    """Send pieces as they come, those of one step in one write.
+    """Send pieces as they come, those of one step in one write, and plain tokens of an only choice without pieces.
 
     The answer begins with its first piece, so that whatever goes wrong before it still has an HTTP status: raises
     `ApiError` then. Later an error becomes the last event before the closing one.
