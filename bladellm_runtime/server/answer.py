@@ -6,9 +6,9 @@ from time import monotonic
 from typing import Self
 
 from bladellm_runtime.server.chat import ChatCall
-from bladellm_runtime.server.choice import Piece
+from bladellm_runtime.server.choice import Piece, TextWriter
 from bladellm_runtime.server.completions import CompletionCall
-from bladellm_runtime.server.exchange import Exchange, Header
+from bladellm_runtime.server.exchange import BodyWriter, Exchange, Header
 from bladellm_runtime.server.generation import Generation
 from bladellm_runtime.server.limits import error_of
 from bladellm_runtime.server.responses import DONE, Choice, ChunkFormatter, Kind, response_body
@@ -62,7 +62,7 @@ async def answer_whole(exchange: Exchange, generation: Generation, heading: Head
 
 
 async def answer_stream(exchange: Exchange, generation: Generation, heading: Heading) -> None:
-    """Send pieces as they come, those of one step in one write.
+    """Send pieces as they come, those of one step in one write, and plain tokens of an only choice without pieces.
 
     The answer begins with its first piece, so that whatever goes wrong before it still has an HTTP status: raises
     `ApiError` then. Later an error becomes the last event before the closing one.
@@ -72,10 +72,11 @@ async def answer_stream(exchange: Exchange, generation: Generation, heading: Hea
     if not pieces and generation.error is not None:
         raise error_of(generation.error)
     await exchange.start_stream(heading.headers)
-    write_now = exchange.write_now
-    if write_now is not None:
-        # Most pieces go this way, at the end of their step; the loop has those for which the client was too slow.
-        generation.write_through(lambda: write_now(lambda: events.of(generation.take())))
+    writer = exchange.writer
+    if writer is not None:
+        # Most tokens go this way, at once or at the end of their step; the loop has those for which the client was too
+        # slow.
+        generation.write_through(lambda: writer.write(lambda: events.of(generation.take())), events.text_writer(writer))
     while not generation.finished:
         chunk = events.of(pieces)
         if chunk:
@@ -111,6 +112,11 @@ class StreamEvents:
             [(index, piece)] = pieces.items()
             return self._chunk(index, piece)
         return b"".join([self._chunk(index, piece) for index, piece in pieces.items()])
+
+    def text_writer(self, writer: BodyWriter) -> TextWriter | None:
+        """Writes an event with a given text, already JSON, as the next of a first choice that has begun; None where an
+        event tells more."""
+        return None if self._heading.continuous_usage else writer.between(*self._format.around_text(0))
 
     def ending(self) -> bytes:
         """The events that end the stream: the error or, if asked for, the usage; then `[DONE]`."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import Protocol
 
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.server.limits import Failure
@@ -11,6 +12,13 @@ from bladellm_runtime.server.metrics import Metrics
 from bladellm_runtime.text.stream import TextDelta, TextStream
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta
+
+
+class TextWriter(Protocol):
+    """Writes events of a stream that differ in their text alone."""
+
+    def write(self, text: bytes) -> bool:
+        """Write an event with this JSON string, and return True; or return False at once if that would have to wait."""
 
 
 @dataclass(slots=True)
@@ -30,20 +38,27 @@ class Piece:
 
 
 class RunningChoice:
-    """Follows one choice. `on_delta` is its sink: it hands each piece on, and why the choice failed if it did."""
+    """Follows one choice. `on_delta` is its sink: it hands each piece on, and why the choice failed if it did.
+
+    `on_token` is its sink for single tokens. While `write` is set it writes what most of them say at once, and hands
+    nothing on.
+    """
 
     __slots__ = (
         "_emit",
+        "_json",
         "_last_at",
         "_logprobs",
         "_metrics",
         "_scheduled_at",
         "_stream",
+        "_written",
         "cached_tokens",
         "echo",
         "first_at",
         "index",
         "request",
+        "write",
     )
 
     def __init__(
@@ -60,9 +75,13 @@ class RunningChoice:
         self.echo = echo
         self.first_at = 0.0
         self.cached_tokens = 0
+        self.write: TextWriter | None = None
+        """For plain choices alone, while nothing waits to be written."""
         self._emit = emit
         self._metrics = metrics
         self._stream = TextStream(tokenizer, request)
+        self._json = tokenizer.token_json(request.params.skip_special_tokens)
+        self._written = 0
         hidden = tokenizer.special_ids if request.params.skip_special_tokens else ()
         scored = request.params.logprobs is not None
         self._logprobs = ChoiceLogprobs(tokenizer.token_bytes, hidden) if scored else None
@@ -70,9 +89,14 @@ class RunningChoice:
         self._last_at = 0.0
 
     @property
+    def plain(self) -> bool:
+        """Whether its next token may be written without a piece."""
+        return self._stream.independent and self._logprobs is None
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens generated so far."""
-        return self._stream.completion_tokens
+        return self._stream.completion_tokens + self._written
 
     @property
     def finished(self) -> bool:
@@ -83,6 +107,18 @@ class RunningChoice:
     def stopped_early(self) -> bool:
         """True when a stop string ended the choice and the engine does not know yet."""
         return self._stream.stopped_early
+
+    def on_token(self, token: int, at: float) -> None:
+        """Take one more token of a step that came at `at`; `on_delta` would do the same, at several times the cost."""
+        write = self.write
+        if write is not None:
+            text = self._json[token]
+            if text is not None and _written(write, text):
+                self._written += 1
+                self._metrics.token_times.append(at - self._last_at)
+                self._last_at = at
+                return
+        self.on_delta(RequestDelta(self.request.request_id, [token]))
 
     def on_delta(self, delta: RequestDelta) -> None:
         """Take the next delta of the engine."""
@@ -144,6 +180,13 @@ class RunningChoice:
             metrics.inference_time.observe(self._last_at - self._scheduled_at)
         if tokens > 1:
             metrics.time_per_output_token.observe((self._last_at - self.first_at) / (tokens - 1))
+
+
+def _written(writer: TextWriter, text: bytes) -> bool:
+    try:
+        return writer.write(text)
+    except Exception:
+        return False  # It is tried again at the end of the step, where a request that fails is ended.
 
 
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)

@@ -6,8 +6,9 @@ import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
+from bladellm_runtime.server.choice import TextWriter
 from bladellm_runtime.server.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -15,13 +16,22 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
-WriteNow = Callable[[Callable[[], bytes]], bool]
-"""Writes what the given function makes, and returns True; or returns False at once if that would have to wait."""
+
+
+class BodyWriter(Protocol):
+    """Writes parts of a started stream past `send`, as long as nothing has to wait."""
+
+    def write(self, make: Callable[[], bytes]) -> bool:
+        """Write what `make` makes, and return True; or return False at once if that would have to wait."""
+
+    def between(self, before: bytes, after: bytes) -> TextWriter | None:
+        """Writes parts of which only what comes between these two changes; None where the server cannot."""
+
 
 ABORT_EXTENSION = "bladellm.abort"
 """Key in the scope's `extensions` of a function that drops the connection at once, unsent bytes and all."""
 WRITE_EXTENSION = "bladellm.write"
-"""Key in the scope's `extensions` of a function that writes a part of a body without waiting; see `WriteNow`."""
+"""Key in the scope's `extensions` of the answer's `BodyWriter`."""
 EXCHANGE = "bladellm.exchange"
 """Key in the scope under which a cold route finds the exchange it answers."""
 LINGER_SECONDS = 2.0
@@ -118,9 +128,9 @@ class Exchange:
         return [(b"x-request-id", self.request_id), *([] if self.body_read else [_CLOSE])]
 
     @property
-    def write_now(self) -> WriteNow | None:
-        """Writes a part of a started stream at once, past `send`; None where the server cannot."""
-        found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_EXTENSION)
+    def writer(self) -> BodyWriter | None:
+        """Writes parts of a started stream at once, past `send`; None where the server cannot."""
+        found: BodyWriter | None = self.scope.get("extensions", {}).get(WRITE_EXTENSION)
         return found
 
     def drop(self) -> None:

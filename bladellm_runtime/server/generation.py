@@ -7,7 +7,7 @@ from time import monotonic
 
 from bladellm_runtime.lora.names import Adapter
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams
-from bladellm_runtime.server.choice import Piece, RunningChoice
+from bladellm_runtime.server.choice import Piece, RunningChoice, TextWriter
 from bladellm_runtime.server.limits import Failure
 from bladellm_runtime.server.responses import Usage
 from bladellm_runtime.server.state import ServerState
@@ -52,6 +52,7 @@ class Generation:
         self._unfinished = 0
         self._loop = asyncio.get_running_loop()
         self._write: Callable[[], bool] | None = None
+        self._text_writer: TextWriter | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._choices: list[RunningChoice] = []
         self._aborted = False
@@ -98,6 +99,8 @@ class Generation:
         self._waiter = self._loop.create_future()
         if self._pending or self._ended:
             self._waiter.set_result(None)
+        else:
+            self._let_write()
         return self._waiter
 
     def take(self) -> dict[int, Piece]:
@@ -105,12 +108,15 @@ class Generation:
         pieces, self._pending, self._unread = self._pending, {}, 0
         return pieces
 
-    def write_through(self, write: Callable[[], bool]) -> None:
+    def write_through(self, write: Callable[[], bool], text_writer: TextWriter | None) -> None:
         """From now on write pieces with `write` at the end of each step, while the handler waits for news.
 
         `write` takes the pieces and returns True, or returns False if it cannot: then the handler gets its news.
+        `text_writer` writes what one token of an only choice says, without a piece.
         """
         self._write = write
+        if len(self._choices) == 1:
+            self._text_writer = text_writer
 
     def flush(self) -> None:
         """The step that brought pieces is over."""
@@ -118,6 +124,8 @@ class Generation:
             return  # The handler is busy, and will take them itself.
         if self._ended or self._write is None or not self._write():
             self._wake()
+        else:
+            self._let_write()
 
     def fail(self, code: str) -> None:
         """End the request with an error, which the handler reports; the engine is told to stop."""
@@ -134,7 +142,7 @@ class Generation:
         self._state.generations.discard(self)
         # Both refer back to this object; without them it is freed at once, not by the garbage collector.
         self._choices = []
-        self._write = None
+        self._write = self._text_writer = None
 
     def _submit_choice(self, prompt: PromptWork, number: int) -> None:
         client = self._state.client
@@ -153,11 +161,17 @@ class Generation:
         )
         self._choices.append(choice)
         self._unfinished += 1
-        client.submit(request, choice.on_delta)
+        client.submit(request, choice.on_delta, choice)
+
+    def _let_write(self) -> None:
+        """The handler waits, and nothing is there to be written before the next token."""
+        if self._text_writer is not None and self._choices[0].plain:
+            self._choices[0].write = self._text_writer
 
     def _take(self, choice: RunningChoice, piece: Piece, error: Failure | None) -> None:
         """Keep a piece for the handler; called by the choice for every delta."""
         self.started = True
+        choice.write = None
         if choice.stopped_early and piece.finish is not None:
             self._state.client.abort([choice.request.request_id])
         if error is not None:

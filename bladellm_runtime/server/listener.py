@@ -9,7 +9,7 @@ import logging
 import resource
 import socket
 from collections.abc import Callable
-from functools import partial
+from functools import cache, lru_cache
 from typing import Any
 
 from uvicorn.config import Config
@@ -88,17 +88,69 @@ def protocol_class(args: ServingArgs, open_connections: SharedCount) -> type[Htt
     return type("Protocol", (GuardedProtocol,), limits)
 
 
-def _write_now(cycle: RequestResponseCycle, make: Callable[[], bytes]) -> bool:
-    """Write a part of a chunked body, as `cycle.send` would, if that needs no waiting; see `WriteNow`.
+class Gate:
+    """Whether a connection takes bytes now: it is neither full nor lost. Small, as it is looked at for every token."""
 
-    A third of the cost of a streamed token is the way through a task and the cycle's coroutine to this one write.
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = True
+
+
+class ChunkWriter:
+    """Writes parts of a chunked body, as `cycle.send` would, if that needs no waiting; see `BodyWriter`.
+
+    The way through a task and the cycle's coroutine to the one write would cost as much as all else of a token.
     """
-    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
-        return False
-    part = make()
-    if part:
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-    return True
+
+    def __init__(self, cycle: RequestResponseCycle, gate: Gate) -> None:
+        self._cycle = cycle
+        self._gate = gate
+
+    def write(self, make: Callable[[], bytes]) -> bool:
+        """Write what `make` makes."""
+        cycle = self._cycle
+        if not self._gate.open or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        part = make()
+        if part:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
+
+    def between(self, before: bytes, after: bytes) -> "MiddleWriter | None":
+        """Writes parts of which only what comes between these two changes."""
+        if not self._cycle.chunked_encoding:
+            return None
+        return MiddleWriter(self._cycle.transport.write, self._gate, before, after)
+
+
+class MiddleWriter:
+    """Writes parts `before text after` of a chunked body that has begun; the memory it touches for one is little."""
+
+    __slots__ = ("_before", "_end", "_gate", "_size", "_write")
+
+    def __init__(self, write: Callable[[bytes], None], gate: Gate, before: bytes, after: bytes) -> None:
+        self._write, self._gate = write, gate
+        self._before, self._end = before, _ended(after)
+        self._size = len(before) + len(after)
+
+    def write(self, text: bytes) -> bool:
+        """Write the part with this text, unless that has to wait."""
+        if not self._gate.open:
+            return False
+        self._write(b"".join((_chunk_head(self._size + len(text)), self._before, text, self._end)))
+        return True
+
+
+@cache
+def _ended(part_end: bytes) -> bytes:
+    """One object for all streams of a kind: what they share stays in the processor's cache."""
+    return part_end + b"\r\n"
+
+
+@lru_cache(4096)
+def _chunk_head(size: int) -> bytes:
+    return b"%x\r\n" % size
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -111,6 +163,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self._gate = Gate()
         self._quiet_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
@@ -126,12 +179,23 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers."""
+        """Write no more, and stop all timers."""
+        self._gate.open = False
         self.open_connections.add(-1)
         self._stop_header_timer()
         if self._abort_timer is not None:
             self._abort_timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The transport holds as much as it may."""
+        self._gate.open = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The transport has room again."""
+        self._gate.open = True
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless the parser only collects it: a header, a trailer or a chunk's head without end."""
@@ -156,7 +220,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
         elif not self._refused:
             super().on_headers_complete()
-            extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: partial(_write_now, self.cycle)}
+            extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: ChunkWriter(self.cycle, self._gate)}
             self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
 
     def on_body(self, body: bytes) -> None:

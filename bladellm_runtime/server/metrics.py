@@ -65,6 +65,8 @@ class Metrics:
         self.choices = _histogram("request_params_n", CHOICES)
         self.max_tokens = _histogram("request_params_max_tokens", TOKENS)
         self.step_tokens = _histogram("iteration_tokens_total", TOKENS)
+        self.token_times: list[float] = []
+        """Times between tokens of a request in the step being handled, not counted yet."""
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.disconnects = 0
@@ -74,12 +76,15 @@ class Metrics:
         self._last = EngineStats()
 
     def on_step(self, stats: EngineStats) -> None:
-        """Count the tokens of the steps since the last reading."""
+        """Count the tokens of the steps since the last reading, and the times between them."""
         steps = stats.steps - self._last.steps
         if steps > 0 and self._count_steps:
             before = self._last.prompt_tokens + self._last.generated_tokens
             self.step_tokens.observe((stats.prompt_tokens + stats.generated_tokens - before) / steps, steps)
         self._last = stats
+        for seconds, times in Counter(self.token_times).items():
+            self.inter_token_latency.observe(seconds, times)
+        self.token_times.clear()
 
     def histograms(self) -> list[Histogram]:
         """All histograms."""

@@ -142,6 +142,10 @@ class ChunkFormatter:
             )
         )
 
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What comes before and after the JSON of the text in a `delta` of nothing else."""
+        return self._prefixes.get(index) or self._prefix(index), self._plain_tail
+
     def usage(self, usage: Usage) -> bytes:
         """The last chunk when the request asked for usage: no choices."""
         return self._head + b'],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"

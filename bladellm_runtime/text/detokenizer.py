@@ -1,11 +1,9 @@
 """Tokens to text as they arrive, a whole character at a time."""
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable
 
 from bladellm_runtime.text.tokenizer import Tokenizer
-
-_new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -21,18 +19,24 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, at_start: bool = False) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decode = _new_decoder("replace").decode
+        self._held = b""
         self._strip_space = at_start and tokenizer.strips_first_space
+        self.independent = not self._strip_space
+        """Whether the text of a token that is whole characters is what it would be on its own."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that is complete once these tokens are known; maybe empty."""
         token_bytes, skipped = self._token_bytes, self._skipped
-        text = self._decode(b"".join([token_bytes(token) for token in token_ids if token not in skipped]))
+        data = self._held + b"".join([token_bytes(token) for token in token_ids if token not in skipped])
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
         if self._strip_space and text:
             self._strip_space = False
             text = text.removeprefix(" ")
+        self.independent = not (self._held or self._strip_space)
         return text
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
-        return self._decode(b"", True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")

@@ -48,6 +48,11 @@ class TextStream:
         self.stopped_early = False
         self.finished = False
 
+    @property
+    def independent(self) -> bool:
+        """Whether the next token, if it is whole characters, adds what it says on its own, and need not be fed."""
+        return self._stops is None and self._detokenizer.independent
+
     def feed(self, delta: RequestDelta) -> TextDelta:
         """Take the next delta of the engine; after the end every delta is answered by an empty one."""
         if self.finished:

@@ -12,6 +12,7 @@ from bladellm_runtime.text.folder_tokenizer import FolderTokenizer, read_folder
 from bladellm_runtime.text.special_tokens import SpecialTokenGuard
 from bladellm_runtime.text.template import ChatTemplate
 from bladellm_runtime.text.token_bytes import TokenBytes
+from bladellm_runtime.text.token_json import TokenJson
 
 MAX_TEMPLATE_BYTES = 2**20
 
@@ -51,6 +52,7 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._json = {skip: TokenJson(self.token_bytes, self.special_ids if skip else ()) for skip in (False, True)}
         self.guard = SpecialTokenGuard(backend)
 
     @staticmethod
@@ -115,6 +117,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one token, be it only a part of a UTF-8 character; special tokens are their text."""
         return self._bytes[token_id]
+
+    def token_json(self, skip_special_tokens: bool) -> TokenJson:
+        """The texts of single tokens as JSON, those of special tokens left out or not."""
+        return self._json[skip_special_tokens]
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` for display: bytes that are no character show as U+FFFD."""

@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import zmq
 
@@ -27,7 +27,7 @@ from bladellm_runtime.wire.messages import (
     RequestDelta,
     Shutdown,
     StepOutput,
-    one_by_one,
+    TokenDeltas,
     request_ids,
 )
 from bladellm_runtime.wire.transport import (
@@ -46,6 +46,13 @@ ENGINE_DEAD = "engine_dead"
 ENGINE_OVERLOADED = "engine_overloaded"
 MESSAGES_PER_WAKE = 64
 POLL_SECONDS = 0.1
+
+
+class TokenSink(Protocol):
+    """Takes the deltas of a request that are one token and nothing else."""
+
+    def on_token(self, token: int, at: float) -> None:
+        """One more token, of a step that came at `at`."""
 
 
 class EngineClient:
@@ -75,6 +82,7 @@ class EngineClient:
         self._host: EngineHost
         self._ids = request_ids(front_end, start)
         self._sinks: dict[int, Sink] = {}
+        self._token_sinks: dict[int, TokenSink] = {}
         self._unsent_aborts: list[int] = []
         self._last_step = time.monotonic()
         self._started: asyncio.Future[EngineReady] = self._loop.create_future()
@@ -128,9 +136,14 @@ class EngineClient:
         """Seconds since the engine last sent a step or a heartbeat."""
         return time.monotonic() - self._last_step
 
-    def submit(self, request: AddRequest | MoveAdapter, sink: Sink) -> None:
-        """Hand a request to the engine; `sink` gets its deltas on the event loop, never before this returns."""
+    def submit(self, request: AddRequest | MoveAdapter, sink: Sink, token_sink: TokenSink | None = None) -> None:
+        """Hand a request to the engine; `sink` gets its deltas on the event loop, never before this returns.
+
+        Those of one token and nothing else, which nearly all are, go to `token_sink` if there is one.
+        """
         self._sinks[request.request_id] = sink
+        if token_sink is not None:
+            self._token_sinks[request.request_id] = token_sink
         if self.failure is not None:
             self._loop.call_soon(self._end_with_error, request.request_id, ENGINE_DEAD)
         elif not self._send(request):
@@ -138,7 +151,7 @@ class EngineClient:
 
     def abort(self, request_ids: list[int]) -> None:
         """End requests; their sinks are not called again. Ids that ended before are ignored."""
-        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        known = [request_id for request_id in request_ids if self._forget(request_id) is not None]
         if known and self.failure is None and not self._send(AbortRequests(known)):
             self._unsent_aborts += known
 
@@ -219,8 +232,11 @@ class EngineClient:
         if isinstance(message, StepOutput):
             self._last_step = time.monotonic()
             self.stats = message.stats
-            for delta in one_by_one(message.deltas):
-                self._deliver(delta)
+            for delta in message.deltas:
+                if isinstance(delta, RequestDelta):
+                    self._deliver(delta)
+                else:
+                    self._deliver_tokens(delta, self._last_step)
             for callback in self.on_step:
                 callback(message.stats)
         elif isinstance(message, EngineReady):
@@ -237,7 +253,7 @@ class EngineClient:
         if delta.finish is None:
             sink = self._sinks.get(delta.request_id)
         else:
-            sink = self._sinks.pop(delta.request_id, None)
+            sink = self._forget(delta.request_id)
         if sink is None:
             return
         try:
@@ -245,6 +261,23 @@ class EngineClient:
         except Exception:
             # One request's fault must not cost the others of the step their tokens.
             logger.exception("request %d: its delta could not be handled", delta.request_id)
+
+    def _deliver_tokens(self, deltas: TokenDeltas, at: float) -> None:
+        token_sinks = self._token_sinks
+        for request_id, token in deltas.pairs():
+            token_sink = token_sinks.get(request_id)
+            if token_sink is None:
+                self._deliver(RequestDelta(request_id, [token]))
+                continue
+            try:
+                token_sink.on_token(token, at)
+            except Exception:
+                logger.exception("request %d: its token could not be handled", request_id)
+
+    def _forget(self, request_id: int) -> Sink | None:
+        """No more goes to this request's sinks; returns the one for deltas, if it was not forgotten yet."""
+        self._token_sinks.pop(request_id, None)
+        return self._sinks.pop(request_id, None)
 
     def _fail(self, message: EngineFailed) -> None:
         if self.failure is not None:

@@ -50,6 +50,7 @@ from bladellm_runtime.wire.messages import (
 )
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 from tests.support.fake_adapters import FakeAdapters
+from tests.support.fake_steps import together
 from tests.support.fake_tokens import (
     DEMO_MODEL,
     GRANULE_TOKENS,
@@ -135,7 +136,7 @@ class FakeEngine:
             deltas = self._receive(self._settings.heartbeat_seconds if idle else 0.0)
             deltas += self._take_compiled()
             deltas += self._step()
-            self._port.send(StepOutput(deltas, self._reading()))
+            self._port.send(StepOutput(together(deltas), self._reading()))
             if self._ids():
                 time.sleep(self._settings.step_seconds)
 

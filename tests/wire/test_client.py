@@ -113,6 +113,36 @@ def test_an_aborted_request_is_heard_of_no_more_and_its_slot_is_freed():
     asyncio.run(body())
 
 
+class Tokens(Answer):
+    """An answer whose plain tokens come without deltas."""
+
+    def on_token(self, token, at):
+        assert not self.ended.is_set(), "a token after the last delta"
+        assert time.monotonic() - 5 < at <= time.monotonic()
+        self.deltas.append(RequestDelta(0, [token]))
+        self.taken = getattr(self, "taken", 0) + 1
+
+
+def test_plain_tokens_go_to_the_token_sink_until_the_end_or_an_abort():
+    async def body():
+        client = await started_thread()
+        whole, cut = Tokens(), Tokens()
+        mine, other = request(client, [410, 411], max_tokens=50), request(client, [510], max_tokens=3000)
+        client.submit(mine, whole, whole)
+        client.submit(other, cut, cut)
+        await until(lambda: len(cut.deltas) > 3)
+        client.abort([other.request_id])
+        heard = len(cut.deltas)
+        await asyncio.wait_for(whole.ended.wait(), 10)
+        assert whole.tokens == expected_tokens(mine.prompt, 50)
+        assert whole.taken == 48  # neither the first one nor the last
+        await until(lambda: client.stats.running == 0)
+        assert len(cut.deltas) == heard
+        await client.close(5)
+
+    asyncio.run(body())
+
+
 def test_garbage_from_the_engine_is_survived():
     async def body():
         client = await started_process()
