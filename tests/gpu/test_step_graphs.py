@@ -8,7 +8,7 @@ import torch
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.models.decoder import Decoder
 from tests.engine import reference
-from tests.engine.test_equality import assert_equal
+from tests.engine.test_equality import assert_equal, greedy_params
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 PROMPTS = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(13)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+GREEDY = greedy_params()
 SIZES = {"cuda_graph_batch_sizes": [1, 2, 5, 9], "max_running_requests": 11}
 WAYS = {
     "ragged": {},
