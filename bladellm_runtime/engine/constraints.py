@@ -70,11 +70,9 @@ class Constraints:
             compiler = self._compiler(constraint)
             if compiler is None:
                 return False
-            future = self._compiling.get(request_id) or compiler.submit(constraint)
-            self._compiling[request_id] = future
-            if not future.done():
+            compiled = self._compiled(compiler, constraint, request_id)
+            if compiled is None:
                 return False
-            compiled = future.result()
         except ConstraintError as error:
             self._refused += 1
             raise RefusedError(CONSTRAINT_REFUSED, str(error)) from None
@@ -157,6 +155,14 @@ class Constraints:
     def _made(self) -> Compiler | None:
         making = self._making
         return making.result() if making is not None and making.done() and making.exception() is None else None
+
+    def _compiled(self, compiler: Compiler, constraint: Constraint, request_id: int) -> Compiled | None:
+        """A copy for one request more; None while it is being compiled. Raises `ConstraintError`."""
+        future = self._compiling.get(request_id) or compiler.submit(constraint)
+        if future.done() and compiler.is_full(future.result()):
+            future = compiler.submit(constraint)  # others that waited for the same copy were faster
+        self._compiling[request_id] = future
+        return future.result() if future.done() else None
 
     def _compiler(self, constraint: Constraint) -> Compiler | None:
         """The compiler; None while it is being made. Raises `ConstraintError` where there is none."""

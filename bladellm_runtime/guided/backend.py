@@ -52,6 +52,8 @@ class Backend(Protocol):
 
     name: str
     vocabulary: Vocabulary
+    copies: int
+    """Into how many copies of a compiled constraint its matchers are spread at most: 1 where that gains nothing."""
 
     def compile(self, constraint: Constraint, deadline: float) -> Compiled:
         """Make a constraint ready. Raises `ConstraintError`: not supported, unsatisfiable, or too large.

@@ -4,6 +4,7 @@ https://github.com/guidance-ai/llguidance. It lets other Python threads run whil
 raises, and bounds its own work; its limits below keep one constraint from costing much time or memory.
 """
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from bladellm_runtime.request import Constraint
 _BASE_BYTES, _BYTES_A_SOURCE_BYTE = 64 * 1024, 96
 """What a compiled constraint is counted with, on the safe side: the library does not tell, and resident memory grew by
 0 to 150 kB a schema over hundreds of schemas, each followed for 40 tokens."""
+_MOST_THREADS, _MOST_COPIES = 32, 16
+"""A copy of a constraint costs a compilation and memory; with four rows each, 16 do for a step of 64."""
 _PLAIN = r'[^"\\\x00-\x1F\x7F\x{85}\x{2028}\x{2029}]'
 _SLICES = [*(f"{_PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 15, 30)), f"{_PLAIN}+"]
 """Parts of the vocabulary allowed as a whole where any text of so many characters is: in strings with a `maxLength`,
@@ -38,7 +41,9 @@ class LlguidanceBackend:
         self._tokenizer = llguidance.LLTokenizer(
             wrapper, n_vocab=len(vocabulary.pieces), eos_token=list(vocabulary.end_ids), slices=_SLICES
         )
-        self._executor = llguidance.LLExecutor()
+        threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) * 4 // 5))
+        self._executor = llguidance.LLExecutor(threads)
+        self.copies = min(_MOST_COPIES, threads)
         self._openers = [vocabulary.pieces.index(piece) for piece in (b"{", b"[") if piece in vocabulary.pieces]
 
     def compile(self, constraint: Constraint, deadline: float) -> "LlguidanceCompiled":
@@ -76,14 +81,15 @@ class LlguidanceBackend:
         """`Backend.fill_masks`, over the machine's cores."""
         own = [matcher for matcher in matchers if isinstance(matcher, LlguidanceMatcher)]
         going = [(matcher, row) for matcher, row in zip(own, rows, strict=True) if not matcher.is_done]
-        pairs = [(matcher.inner, row) for matcher, row in going]
+        # A thread gets rows beside each other: those behind one lock, which wait for each other in any case.
+        pairs = [(matcher.inner, row) for matcher, row in sorted(going, key=lambda pair: pair[0].lexer)]
         if pairs:
             self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
         return [matcher.checked(masks[row]) for matcher, row in zip(own, rows, strict=True)]
 
 
 class LlguidanceCompiled:
-    """A grammar with its lexer; matchers share what the lexer learns."""
+    """A grammar with its lexer; matchers share what the lexer learns, behind a lock: `deep_copy` does not copy it."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, source_bytes: int) -> None:
         self._first, self._vocabulary = matcher, vocabulary
@@ -91,14 +97,14 @@ class LlguidanceCompiled:
 
     def matcher(self) -> "LlguidanceMatcher":
         """A matcher at the beginning of a text."""
-        return LlguidanceMatcher(self._first.deep_copy(), self._vocabulary)
+        return LlguidanceMatcher(self._first.deep_copy(), self._vocabulary, id(self))
 
 
 class LlguidanceMatcher:
-    """One sequence's place in the grammar."""
+    """One sequence's place in the grammar. Those of equal `lexer` share one."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
-        self.inner, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, lexer: int) -> None:
+        self.inner, self._vocabulary, self.lexer = matcher, vocabulary, lexer
         self._count, self._ended = 0, False
 
     def fill_mask(self, row: Row) -> None:

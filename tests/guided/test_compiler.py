@@ -33,6 +33,7 @@ class SlowBackend:
     """Compiles when told; `bad` is refused, `fault` raises what no back end should."""
 
     name = "slow"
+    copies = 1
 
     def __init__(self) -> None:
         self.go, self.calls = threading.Event(), []

@@ -27,6 +27,7 @@ class FsmBackend:
     """`Backend` over one vocabulary. `row_bytes` bounds the cache of mask rows."""
 
     name = "fsm"
+    copies = 1  # its masks are filled in Python, one after another whatever the copies
 
     def __init__(self, vocabulary: Vocabulary, row_bytes: int = DEFAULT_ROW_BYTES) -> None:
         self.vocabulary = vocabulary
