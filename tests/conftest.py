@@ -1,6 +1,8 @@
 """Options and fixtures every test shares."""
 
+import faulthandler
 import gc
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,12 @@ DEMO = ROOT / "recipes" / "models" / "demo"
 TESTBED = ROOT.parent / "shared" / "testbed"
 TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
 """Files whose tests measure times, one after another (fixture `alone`)."""
+
+STUCK_SECONDS = 300
+"""A process that is so long at one test, or between two, has its threads written to standard error and is ended: the
+timeout of a test does not reach what waits in native code, nor what happens between tests."""
+
+STANDARD_ERROR = pytest.StashKey[int]()
 
 # A shell's background jobs ignore interrupts, and so would every command that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,6 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that measure times come first: they take longest, and share a process."""
     items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the standard error of the process, which is not that of a test: tests' is caught."""
+    config.stash[STANDARD_ERROR] = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Count from here until the next test, or the end."""
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=item.config.stash[STANDARD_ERROR])
 
 
 @pytest.hookimpl(tryfirst=True)

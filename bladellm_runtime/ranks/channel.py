@@ -25,6 +25,7 @@ from bladellm_runtime.ranks.messages import (
     decode_report,
     encode,
 )
+from bladellm_runtime.wire.contexts import end_context, open_context
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class PlanSender:
 
     def __init__(self, address: str, ranks: Iterable[int], secret: Secret | None = None) -> None:
         """Bind the address. Raises `ChannelBroken` where that cannot be done."""
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -114,8 +115,7 @@ class PlanSender:
     def close(self) -> None:
         """Close the socket; what was sent gets half a second to leave."""
         with self._lock:
-            self._socket.close()
-        self._context.term()
+            end_context(self._context)
 
     def _send(self, name: bytes, frame: bytes) -> None:
         deadline = time.monotonic() + SEND_PATIENCE
@@ -162,7 +162,7 @@ class PlanReceiver:
     """A rank's end, for the thread that runs steps."""
 
     def __init__(self, address: str, rank: int, secret: Secret | None = None) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         self._socket = connect(self._context, address, _name(rank), secret)
         self._next = 0
 
@@ -182,8 +182,7 @@ class PlanReceiver:
 
     def close(self) -> None:
         """Close the socket; reports get half a second to leave."""
-        self._socket.close()
-        self._context.term()
+        end_context(self._context)
 
 
 def listen(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, secret: Secret | None) -> None:
@@ -194,7 +193,7 @@ def listen(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str,
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        context.destroy()
+        end_context(context)
         raise ChannelBroken(f"{address} cannot be listened on: {error.strerror}") from error
 
 

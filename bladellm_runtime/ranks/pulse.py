@@ -4,13 +4,13 @@ import logging
 import os
 import threading
 import time
-from typing import Any
 
 import zmq
 
 from bladellm_runtime.ranks.channel import ENDED, PULSE, Secret, connect
 from bladellm_runtime.ranks.messages import Pulse, encode
 from bladellm_runtime.ranks.watchdog import PULSE_SECONDS, SILENT_SECONDS, STARTING_SECONDS
+from bladellm_runtime.wire.contexts import end_context, open_context
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Pulses:
         self.on_device = False
         self.serving = False
         self._rank = rank
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         self._socket = connect(self._context, address, b"%d" % rank + PULSE, secret)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
@@ -41,7 +41,7 @@ class Pulses:
         """Report no more."""
         self._closing.set()
         self._thread.join()
-        self._context.destroy(linger=0)
+        end_context(self._context, linger_ms=0)
 
     def _run(self) -> None:
         heard = time.monotonic()

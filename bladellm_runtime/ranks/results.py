@@ -1,13 +1,12 @@
 """The way of a pipeline's results from the last stage, which samples, to rank 0, which schedules: ZMQ, in order."""
 
-from typing import Any
-
 import msgspec
 import zmq
 
 from bladellm_runtime.ranks.channel import LINGER_MS, ChannelBroken, Secret, listen
 from bladellm_runtime.ranks.messages import decode_done, done_message, encode, read_done
 from bladellm_runtime.scheduler.plan import StepResult
+from bladellm_runtime.wire.contexts import end_context, open_context
 
 MAX_RESULT_BYTES = 1 << 28
 WAITING = 1024
@@ -19,7 +18,7 @@ class ResultReceiver:
 
     def __init__(self, address: str, secret: Secret | None = None) -> None:
         """Bind the address. Raises `ChannelBroken` where that cannot be done."""
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, WAITING)
         self._socket.set(zmq.MAXMSGSIZE, MAX_RESULT_BYTES)
@@ -42,14 +41,14 @@ class ResultReceiver:
 
     def close(self) -> None:
         """Close the socket."""
-        self._context.destroy(linger=0)
+        end_context(self._context, linger_ms=0)
 
 
 class ResultSender:
     """The end of the last stage's first rank."""
 
     def __init__(self, address: str, secret: Secret | None = None) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, WAITING)
         self._socket.set(zmq.LINGER, LINGER_MS)
@@ -67,5 +66,4 @@ class ResultSender:
 
     def close(self) -> None:
         """Close the socket; results get half a second to leave."""
-        self._socket.close()
-        self._context.term()
+        end_context(self._context)

@@ -5,13 +5,14 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import zmq
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.request import FinishReason
+from bladellm_runtime.wire.contexts import end_context, open_context
 from bladellm_runtime.wire.host import EngineHost, ForeignHost, ProcessHost, ThreadHost
 from bladellm_runtime.wire.messages import (
     AbortRequests,
@@ -73,7 +74,7 @@ class EngineClient:
         self.on_stuck: list[Callable[[int], None]] = []
         """Called with the number of a front end that does not take its messages."""
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         self._socket = open_socket(self._context)
         self._socket.bind(address)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
@@ -313,9 +314,9 @@ class EngineClient:
             self._started.cancel()
         self._loop.remove_reader(self._descriptor)
         self._socket.close(linger=0)
-        # A thread that would not end still holds a socket of this context, and term() would wait for it for ever.
+        # A thread that would not end still uses a socket of this context, which is left as it is.
         if not self._host.alive:
-            self._context.term()
+            end_context(self._context)
         if self._folder is not None:
             self._folder.cleanup()
 

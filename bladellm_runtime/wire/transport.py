@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from bladellm_runtime.wire.contexts import end_context, open_context
 from bladellm_runtime.wire.messages import (
     AttachFrontEnd,
     EngineFailed,
@@ -86,7 +87,7 @@ class EnginePort:
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
         self._own_context = context is None
-        self._context = zmq.Context() if context is None else context
+        self._context = open_context() if context is None else context
         self._socket = open_socket(self._context)
         self._socket.connect(address)
         self._poller = zmq.Poller()
@@ -167,7 +168,7 @@ class EnginePort:
         for number in list(self._others):
             self._detach(number)
         if self._own_context:
-            self._context.term()
+            end_context(self._context)
 
     def _detach(self, number: int) -> None:
         other = self._others.pop(number, None)

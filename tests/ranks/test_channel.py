@@ -35,6 +35,7 @@ from bladellm_runtime.ranks.messages import (
 from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan, TokenMasks
+from bladellm_runtime.wire.contexts import end_context, open_context
 from tests.support.live import until
 from tests.support.step_plans import step_plan
 
@@ -69,10 +70,10 @@ def a_place() -> str:
 
 
 def free_port() -> str:
-    context = zmq.Context()
+    context = open_context()
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    context.destroy(linger=0)
+    end_context(context, linger_ms=0)
     return f"tcp://127.0.0.1:{port}"
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire import transport
+from bladellm_runtime.wire.contexts import end_context, open_context
 from bladellm_runtime.wire.messages import (
     AbortRequests,
     AddRequest,
@@ -107,14 +107,14 @@ def test_parameters_are_checked_again_on_arrival():
 @pytest.fixture
 def pair():
     address, folder = private_address()
-    context = zmq.Context()
+    context = open_context()
     front = open_socket(context)
     front.bind(address)
     port = EnginePort(address)
     yield front, port
     front.close(linger=0)
     port.close()
-    context.term()
+    end_context(context)
     folder.cleanup()
 
 
@@ -197,7 +197,7 @@ class FrontEnd:
 def several():
     """Three front ends and their engine's port, which is ready."""
     address, folder = private_address()
-    context = zmq.Context()
+    context = open_context()
     fronts = [FrontEnd(context, f"{address}{number}") for number in range(3)]
     port = EnginePort(f"{address}0")
     port.send(READY)
@@ -207,7 +207,7 @@ def several():
     for front in fronts:
         front.socket.close(linger=0)
     port.close()
-    context.term()
+    end_context(context)
     folder.cleanup()
 
 
