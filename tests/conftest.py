@@ -4,10 +4,13 @@ import faulthandler
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bladellm_runtime.wire.contexts import _open
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "recipes" / "models" / "demo"
@@ -73,6 +76,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return TIMED[0] if nodeid.startswith(TIMED) else super()._split_scope(nodeid)
 
     return TimedFilesTogether(config, log)
+
+
+@pytest.fixture(autouse=True)
+def ended_contexts() -> Iterator[None]:
+    """No test may leave a ZMQ context open that it opened: whoever opens one ends it, also when something fails."""
+    before = len(_open)
+    yield
+    assert len(_open) <= before, "the test, or what it tests, has left ZMQ contexts open"
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,8 @@ class Runner(Protocol):
     says whether that is there; `add_stats` fills in what only the runner's memory knows. A plan with constrained rows
     is launched up to its logits: `sample` launches the rest before anything else is, and returns what takes the place
     of what `launch` returned. These three raise `StepMemoryError` for a step that has no result, after which `recover`
-    is called once all others are collected, and `DeviceLostError` when there is no going on."""
+    is called once all others are collected, and `DeviceLostError` when there is no going on: then `abandon` takes the
+    place of `close`, and lets go of what is not the device's."""
 
     def launch(self, plan: StepPlan) -> Any: ...
 
@@ -41,6 +42,8 @@ class Runner(Protocol):
     def add_stats(self, stats: EngineStats) -> None: ...
 
     def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class EngineCore:
@@ -279,15 +282,23 @@ class EngineCore:
         self._scheduler.check()
 
     def close(self) -> None:
-        """Wait for the steps in flight, then release the runner's memory; a lost device is left alone."""
+        """Wait for the steps in flight, then release the runner's memory; of a lost device nothing is."""
         if self._constraints is not None:
             self._constraints.close()
-        if self._device_lost:
-            return
-        if self._unsampled is not None:
-            self._sample(self._unsampled, [])
-        while self._in_flight:
-            _, launched = self._in_flight.popleft()
-            self._runner.collect(launched)
-        self._adapters.close()
-        self._runner.close()
+        try:
+            if not self._device_lost:
+                self._finish_steps()
+        finally:
+            if self._device_lost:
+                self._runner.abandon()
+            else:
+                self._adapters.close()
+                self._runner.close()
+
+    def _finish_steps(self) -> None:
+        with self._noting_loss():
+            if self._unsampled is not None:
+                self._sample(self._unsampled, [])
+            while self._in_flight:
+                _, launched = self._in_flight.popleft()
+                self._runner.collect(launched)

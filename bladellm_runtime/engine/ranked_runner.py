@@ -121,12 +121,21 @@ class RankedRunner:
             self._ranks.serve()
 
     def close(self) -> None:
-        """End the other ranks, then as the runner's."""
-        with self._lost_group():
-            self._runner.drain()
+        """End the other ranks, then as the runner's. Raises `GroupLostError`, its part done as by `abandon`."""
+        try:
+            with self._lost_group():
+                self._runner.drain()
+        except GroupLostError:
+            self.abandon()
+            raise
         self._ranks.close()
         self._runner.close()
         self._place.leave()
+
+    def abandon(self) -> None:
+        """End the other ranks, whose group is lost; this one's runner is left alone as far as it may hang."""
+        self._ranks.close()
+        self._runner.abandon()
 
     def _check(self) -> None:
         if self._ranks.failure is not None:

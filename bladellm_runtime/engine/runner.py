@@ -370,6 +370,11 @@ class ModelRunner:
         self._graphs = self._mixed = None
         self._arena.close()
 
+    def abandon(self) -> None:
+        """Let go of what can be without the device, which is lost and may hang."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
+
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

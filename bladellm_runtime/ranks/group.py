@@ -7,14 +7,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import ConfigError
-from bladellm_runtime.ranks.channel import ChannelBroken, PlanSender
+from bladellm_runtime.ranks.channel import ChannelBroken, PlanSender, Secret
 from bladellm_runtime.ranks.launch import (
     flags_of,
     meeting_of,
@@ -80,11 +80,7 @@ class Ranks:
         secret = read_secret(args)
         others = range(1, args.world_size)
         self._dog = Watchdog(others, args.pipeline_parallel_size)
-        try:
-            self._channel = PlanSender(self.meeting.plans, others, secret)
-            self.results = ResultReceiver(self.meeting.results, secret) if args.pipeline_parallel_size > 1 else None
-        except ChannelBroken as error:
-            raise ConfigError(f"{error}; --dist_init_addr must be a free port of this host") from error
+        self._channel, self.results = self._listen(others, secret, args.pipeline_parallel_size > 1)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._given_up: str | None = None
         self._closing = threading.Event()
@@ -96,6 +92,7 @@ class Ranks:
         except BaseException:
             for process in self._processes.values():
                 process.kill()
+            self._stop_listening()
             raise
         self._watcher.start()
 
@@ -170,10 +167,23 @@ class Ranks:
             if process.stdin is not None:
                 with suppress(BrokenPipeError):
                     process.stdin.close()
+        self._stop_listening()
+        self._folder.cleanup()
+
+    def _listen(self, others: range, secret: Secret | None, pipeline: bool) -> tuple[PlanSender, ResultReceiver | None]:
+        with ExitStack() as opened:
+            try:
+                channel = opened.enter_context(closing(PlanSender(self.meeting.plans, others, secret)))
+                results = ResultReceiver(self.meeting.results, secret) if pipeline else None
+            except ChannelBroken as error:
+                raise ConfigError(f"{error}; --dist_init_addr must be a free port of this host") from error
+            opened.pop_all()
+        return channel, results
+
+    def _stop_listening(self) -> None:
         self._channel.close()
         if self.results is not None:
             self.results.close()
-        self._folder.cleanup()
 
     def _watch(self) -> None:
         told = time.monotonic()

@@ -203,7 +203,7 @@ class LostRunner(ArithmeticRunner):
 
     def __init__(self, lost: Lost) -> None:
         super().__init__()
-        self.lost = lost
+        self.lost, self.abandoned = lost, 0
 
     def collect(self, launched: tuple[StepPlan, dict[int, int]]) -> StepResult:
         self.lost.fail()
@@ -211,6 +211,9 @@ class LostRunner(ArithmeticRunner):
 
     def close(self) -> None:
         self.lost.fail()
+
+    def abandon(self) -> None:
+        self.abandoned += 1
 
 
 WAYS = {
@@ -225,11 +228,26 @@ WAYS = {
 def test_a_device_lost_beside_the_steps_is_left_alone(way):
     """By who moves adapters, say: closing must not ask anything of it, or wait for it."""
     lost = Lost()
-    core = make_core(True, runner=LostRunner(lost), room=WaitingRoom([lost]), adapters=lost)
+    runner = LostRunner(lost)
+    core = make_core(True, runner=runner, room=WaitingRoom([lost]), adapters=lost)
     core.add(make_requests(1, seed=0)[0])
     for _ in range(2):
         core.step()
     lost.gone = True
     with pytest.raises(GroupLostError, match="rank 1 is gone"):
         WAYS[way](core)
+    assert not runner.abandoned
     core.close()
+    assert runner.abandoned == 1
+
+
+def test_a_device_lost_while_closing_is_abandoned():
+    lost = Lost()
+    runner = LostRunner(lost)
+    core = make_core(True, runner=runner)
+    core.add(make_requests(1, seed=0)[0])
+    core.step()
+    lost.gone = True
+    with pytest.raises(GroupLostError, match="rank 1 is gone"):
+        core.close()
+    assert runner.abandoned == 1
