@@ -89,7 +89,9 @@ def prefill_ms(bench: Bench, tokens: int, args: argparse.Namespace) -> Figures:
     """Of the times from a prompt's arrival to its token, on an idle engine."""
     bench.prefill(tokens)
     repeats = max(3, args.repeats * 1024 // max(tokens, 1024))
+    bench.reset()
     times = [1e3 * bench.prefill(tokens) for _ in range(repeats)]
+    print(f"prefill {tokens}: {bench.shape_of_steps()}", flush=True)
     return float(np.median(times)), float(np.mean(times))
 
 

@@ -72,6 +72,10 @@ class Bench:
         self.tokens.clear()
         self.captured.clear()
 
+    def shape_of_steps(self) -> str:
+        """What the steps since the last `reset` were."""
+        return f"{np.mean(self.tokens):.0f} tokens a step, {np.mean(self.captured):.0%} of the steps captured"
+
     def add(self, tokens: int) -> int:
         """A random prompt of which one token is wanted; its number."""
         self._number += 1
