@@ -18,9 +18,9 @@ TESTBED = ROOT.parent / "shared" / "testbed"
 TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
 """Files whose tests measure times, one after another (fixture `alone`)."""
 
-STUCK_SECONDS = 300
-"""A process that is so long at one test, or between two, has its threads written to standard error and is ended: the
-timeout of a test does not reach what waits in native code, nor what happens between tests."""
+STUCK_SECONDS = 180
+"""A process that is so much longer at a test, or between two, than the test's timeout has its threads written to standard
+error and is ended: the timeout does not reach what waits in native code, nor what happens between tests."""
 
 STANDARD_ERROR = pytest.StashKey[int]()
 
@@ -47,7 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     """Count from here until the next test, or the end."""
-    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=item.config.stash[STANDARD_ERROR])
+    own = item.get_closest_marker("timeout")
+    timeout = own.args[0] if own and own.args else item.config.getoption("timeout") or item.config.getini("timeout")
+    faulthandler.dump_traceback_later(
+        float(timeout or 0) + STUCK_SECONDS, exit=True, file=item.config.stash[STANDARD_ERROR]
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
