@@ -19,8 +19,8 @@ TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
 """Files whose tests measure times, one after another (fixture `alone`)."""
 
 STUCK_SECONDS = 180
-"""A process that is so much longer at a test, or between two, than the test's timeout has its threads written to standard
-error and is ended: the timeout does not reach what waits in native code, nor what happens between tests."""
+"""A process that is so much longer at a test, or between two, than the test's timeout has its threads written to
+standard error and is ended: the timeout does not reach what waits in native code, nor what happens between tests."""
 
 STANDARD_ERROR = pytest.StashKey[int]()
 
