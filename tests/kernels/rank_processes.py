@@ -14,9 +14,8 @@ from typing import NoReturn
 
 import bladellm_kernels
 
+from tests.kernels.interpreted import PREPARE
 from tests.support.warm import run_code
-
-MEND = "from tests.kernels import interpreted; interpreted.take_scalars_as_bounds(); interpreted.patch_once(); "
 
 
 def import_path() -> str:
@@ -32,7 +31,7 @@ def run_forked_ranks(
     call = (module, function, ranks, arguments, seconds)
     start = f"from tests.kernels.rank_processes import fork_ranks; fork_ranks{call}"
     environment = {"PYTHONPATH": import_path()} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-    done = run_code((MEND if interpreted else "") + start, **environment)
+    done = run_code((PREPARE if interpreted else "") + start, **environment)
     assert done.returncode == 0, done.stderr
 
 
