@@ -10,7 +10,6 @@ from bladellm_tools.bench.plot_style import LIGHT, Chart, drawing, finish, serie
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LOG_FROM = 12.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
@@ -79,7 +78,7 @@ def draw_curves(chart: CurveChart) -> Chart:
             axes.plot([0, top], [0, top], color=LIGHT.limit, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         for limit in chart.limits:
             draw_limit(axes, limit)
-        label_ends(figure, axes, [line for line in chart.lines if line.points])
+        label_ends(axes, [line for line in chart.lines if line.points])
         return finish(figure, chart.name, chart.title, chart.caption)
 
 
@@ -144,11 +143,10 @@ def draw_limit(axes: "Axes", limit: Limit) -> None:
         )  # fmt: skip
 
 
-def label_ends(figure: "Figure", axes: "Axes", lines: Sequence[Line]) -> None:
+def label_ends(axes: "Axes", lines: Sequence[Line]) -> None:
     """Names at the right ends of the lines, pushed apart where they would touch."""
     if not lines:
         return
-    figure.draw_without_rendering()
     heights = [float(axes.transAxes.inverted().transform(end_on_screen(axes, line))[1]) for line in lines]
     for line, wanted, height in zip(lines, heights, spread(heights, LINE_HEIGHT), strict=True):
         colour, _ = series_style(line.series)

@@ -126,9 +126,11 @@ class Chart:
 def finish(figure: "Figure", name: str, title: str, caption: str) -> Chart:
     """Both pictures of a figure."""
     svg, png = io.StringIO(), io.BytesIO()
-    # Laid out once, not again for each of the two pictures.
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    # Laid out once, not again for each of the two pictures, and without drawing it for that.
+    layout = figure.get_layout_engine()
+    if layout is not None:
+        layout.execute(figure)
+    figure.set_layout_engine(None)
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     figure.savefig(png, format="png", dpi=PNG_DPI, facecolor=LIGHT.paper, metadata={"Software": None})
     return Chart(name, title, caption, themed(svg.getvalue(), name, title), png.getvalue())

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -124,13 +124,19 @@ def bootstrap_ratio(
     centre = float(numerator.sum() / denominator.sum())
     length = min(max(block_length(numerator - centre * denominator), least_block), count)
     blocks = math.ceil(count / length)
-    starts = np.random.default_rng(SEED).integers(0, count, size=(DRAWS, blocks))
+    starts = _drawn_starts(count, blocks)
     above = _block_sums(numerator, length)[starts].sum(axis=1)
     below = _block_sums(denominator, length)[starts].sum(axis=1)
     low, high = np.quantile(above[below > 0] / below[below > 0], [(1 - confidence) / 2, (1 + confidence) / 2])
     upper = (1 + confidence) / 2
     wider = student_quantile(upper, max(blocks - 1, 1)) / NormalDist().inv_cdf(upper)
     return Interval(centre - wider * (centre - float(low)), centre + wider * (float(high) - centre))
+
+
+@lru_cache(maxsize=8)
+def _drawn_starts(count: int, blocks: int) -> Ints:
+    """Where the blocks of every draw start: the same for all figures of a level, so drawn once for them."""
+    return np.random.default_rng(SEED).integers(0, count, size=(DRAWS, blocks))
 
 
 def _block_sums(series: Floats, length: int) -> Floats:

@@ -1,6 +1,7 @@
 """Levels run against mock servers, for tests."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -52,21 +53,31 @@ def drive_together(mock: MockArgs, levels: list[tuple[Load, LevelArgs]], tokens:
         return run_loop(main(server.url))
 
 
-def undisturbed(mock: MockArgs, load: Load, level: LevelArgs, tokens: int, seed: int = 0, **target: object) -> LevelRun:
-    """As `drive`, again where client or mock say that they were kept from their work by what runs beside them.
+def undisturbed(
+    check: Callable[[LevelRun], None],
+    mock: MockArgs,
+    load: Load,
+    level: LevelArgs,
+    tokens: int,
+    seed: int = 0,
+    **target: object,
+) -> LevelRun:
+    """As `drive`, with `check` of the run; returns a run that passed.
 
-    The first run that was not disturbed, else the one that was least. The test is skipped where the mock was late every
-    time, which no fault of the client can bring about.
+    Where one does not pass, and client or mock say that they were kept from their work by what runs beside them, it is
+    measured again. The test is skipped where the mock was late every time, which no fault of the client can bring
+    about.
     """
-    runs: list[tuple[float, LevelRun]] = []
     lateness: list[float] = []
-    while len(runs) < TRIALS:
+    for trial in range(TRIALS):
         with MockProcess(mock) as server:
             run = run_loop(ask(server.url, load, level, tokens, seed, **target))
             lateness.append(server.lateness()["late_p99"])
-        runs.append((run.client.loop_lag_p99 + lateness[-1], run))
-        if not run.client.limited and runs[-1][0] < DISTURBED_SECONDS:
+        try:
+            check(run)
             return run
-    if min(lateness) > DISTURBED_SECONDS:
-        pytest.skip(f"this machine is too busy to keep time: the mock was {min(lateness) * 1e3:.1f} ms late at p99")
-    return min(runs, key=lambda item: item[0])[1]
+        except AssertionError:
+            disturbed = run.client.limited or run.client.loop_lag_p99 + lateness[-1] >= DISTURBED_SECONDS
+            if not disturbed or (trial == TRIALS - 1 and min(lateness) <= DISTURBED_SECONDS):
+                raise
+    pytest.skip(f"this machine is too busy to keep time: the mock was {min(lateness) * 1e3:.1f} ms late at p99")

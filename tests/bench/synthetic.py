@@ -1,6 +1,7 @@
 """Runs whose every figure is known beforehand."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def answered(
 ) -> RequestRecord:
     """A request sent `lag` late, whose first content comes `ttft` after the send and whose chunks follow by `gaps`."""
     sent = intended + lag
-    times = (sent + ttft + np.concatenate(([0.0], np.cumsum(gaps)))).tolist()
+    times = [sent + ttft + later for later in accumulate(gaps, initial=0.0)]
     tokens = list(tokens) if tokens is not None else [1] * len(times)
     return RequestRecord(
         index=index, intended=intended, sent=sent, headers=sent + ttft / 2, first_chunk=sent + ttft / 2, times=times,
@@ -75,10 +76,10 @@ def queue_run(
     rng = np.random.default_rng([seed, repeat])
     arrivals = np.cumsum(rng.exponential(1 / qps, count))
     services = rng.exponential(service, count) if law == "exponential" else np.full(count, service)
+    every_gap = (slower * rng.gamma(4.0, 0.01 / 4, (count, tokens - 1))).tolist()
     free, records = 0.0, []
-    for arrival, takes in zip(arrivals.tolist(), services.tolist(), strict=True):
+    for arrival, takes, gaps in zip(arrivals.tolist(), services.tolist(), every_gap, strict=True):
         free = max(free, arrival) + takes
-        gaps = slower * rng.gamma(4.0, 0.01 / 4, tokens - 1)
         records.append(answered(arrival, ttft=slower * (free - arrival), gaps=gaps))
     return run_of(records, load=Load(qps=qps), endpoint=endpoint, repeat=repeat)
 

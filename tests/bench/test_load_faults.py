@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from bladellm_runtime.errors import UserError
+from bladellm_tools.bench import level as level_module
 from bladellm_tools.bench.args import LevelArgs, MockArgs, TargetArgs, WorkloadArgs
 from bladellm_tools.bench.client import LiveEvent
 from bladellm_tools.bench.endpoints import free_port
@@ -134,13 +135,15 @@ REPLIES = [
 
 
 @pytest.mark.parametrize(("reply", "outcome"), REPLIES)
-def test_whatever_a_server_answers_the_level_ends(reply: bytes | None, outcome: Outcome) -> None:
+def test_whatever_a_server_answers_the_level_ends(reply: bytes | None, outcome: Outcome, monkeypatch) -> None:
+    monkeypatch.setattr(level_module, "FAILURE_PAUSE_SECONDS", 0.01)
     run = run_loop(run_against(lambda _: reply))
     assert outcomes(run) == {outcome: 3}
     assert all((record.error is None) == (outcome is Outcome.OK) for record in run.requests)
 
 
-def test_an_error_keeps_its_status_and_message() -> None:
+def test_an_error_keeps_its_status_and_message(monkeypatch) -> None:
+    monkeypatch.setattr(level_module, "FAILURE_PAUSE_SECONDS", 0.01)
     reply = body(b'{"error": {"message": "too many\\nrequests"}}', "application/json", "429 Too Many Requests")
     record = run_loop(run_against(lambda _: reply)).requests[0]
     assert (record.status, record.error) == (429, "status 429: too many requests")
@@ -243,10 +246,11 @@ def test_the_live_view_hears_of_every_request() -> None:
 
 
 def test_the_warm_up_has_the_load_of_the_level() -> None:
-    run = drive(MockArgs(**FAST), *open_loop(100, duration=1, warmup=1, min_requests=1, arrival="constant"), tokens=2)
+    halves = {"duration": 0.5, "warmup": 0.5}
+    run = drive(MockArgs(**FAST), *open_loop(100, **halves, min_requests=1, arrival="constant"), tokens=2)
     warm = [record for record in run.requests if record.intended < run.warmup]
-    assert (len(warm), len(run.requests)) == (100, 200)
-    assert run.duration == pytest.approx(1.99)
+    assert (len(warm), len(run.requests)) == (50, 100)
+    assert run.duration == pytest.approx(0.99)
     assert all(abs((record.sent or 0) - record.intended) < 0.2 for record in run.requests)
 
 

@@ -17,8 +17,7 @@ from bladellm_tools.evaluate.args import EvaluateArgs
 from bladellm_tools.evaluate.command import run
 from tests.evaluate.texts import perturbed, random_text, reference_kl, reference_logs, reference_losses
 from tests.models.harness import save_tiny
-from tests.tools.command import ROOT, run_on_terminal
-from tests.tools.command import run as run_command
+from tests.tools.command import ROOT, run_forked, run_on_terminal
 
 WINDOW = 96
 
@@ -39,7 +38,7 @@ def test_a_comparison_from_start_to_end(demo_model, rough, text, tmp_path, devic
     other = tmp_path / "two.jsonl"
     other.write_text("".join(json.dumps({"text": random_text(60)}) + "\n" for _ in range(9)))
     out = tmp_path / "result.json"
-    done = run_command(
+    done = run_forked(
         "blade_llm", "eval", "--model", str(rough), "--baseline", str(demo_model), "--data", str(text), str(other),
         "--window", str(WINDOW), "--batch_size", "4", "--device", device, "--dtype", "float32", "--json", str(out),
     )  # fmt: skip
@@ -80,7 +79,7 @@ def test_a_comparison_from_start_to_end(demo_model, rough, text, tmp_path, devic
 
 @pytest.mark.slow
 def test_without_a_baseline_there_is_perplexity_alone(demo_model, text, device) -> None:
-    done = run_command(
+    done = run_forked(
         "blade_llm", "eval", "--model", str(demo_model), "--data", str(text), "--window", "64", "--max_windows", "3",
         "--device", device, "--json", "-",
     )  # fmt: skip

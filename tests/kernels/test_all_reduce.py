@@ -13,7 +13,7 @@ from bladellm_kernels.rank_exchange import NoExchangeError, agree, open_exchange
 from bladellm_kernels.rms_norm import rms_norm_reference
 
 from tests.kernels.conditions import DTYPES, assert_close
-from tests.kernels.rank_processes import run_ranks
+from tests.kernels.rank_processes import run_forked_ranks
 
 HIDDEN = 70
 
@@ -79,7 +79,7 @@ def check_no_rows(group: AllReduce, dtype: torch.dtype) -> None:
 
 
 def test_ranks_on_cpus(tmp_path):
-    run_ranks("tests.kernels.test_all_reduce", "be_rank", 2, str(tmp_path))
+    run_forked_ranks("tests.kernels.test_all_reduce", "be_rank", 2, str(tmp_path))
 
 
 def test_it_says_why_there_is_no_exchange(alone, caplog):

@@ -11,10 +11,13 @@ from bladellm_kernels.kv_write import kv_write, kv_write_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES
 from tests.kernels.kv_memory import KINDS, QUANTIZED, Memory, check_nearest, memory, numbers
+from tests.support.cases import some_pairs
 from tests.support.warm import ROOT, run_script
 
 FORMATS = list(KV_FORMATS)
 LAYOUTS = [{}, {"mapped": True}, {"paged": True}]
+SIZES = [(1, 1, 2), (19, 3, 18), (7, 8, 64), (48, 2, 6)]
+"""Tokens, heads, and numbers of a head."""
 
 
 def tokens_of(kind: str, tokens: int, heads: int, dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -44,10 +47,10 @@ def twin(memory: Memory) -> KvLayer:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 2), (19, 3, 18), (7, 8, 64), (48, 2, 6)])
-def test_it_writes_its_rows_and_scales_and_nothing_else(device, dtype, layout, name, tokens, heads, dim):
+@pytest.mark.parametrize(("layout", "size"), some_pairs(LAYOUTS, SIZES), ids=str)
+def test_it_writes_its_rows_and_scales_and_nothing_else(device, dtype, layout, name, size):
+    tokens, heads, dim = size
     given = memory(name, heads, dim, dtype, device, **layout)
     expected = twin(given)
     rows, places = written(given, tokens)

@@ -11,8 +11,11 @@ from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ra
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE, assert_close
 from tests.kernels.decode_support import FORMATS, decode_case
+from tests.support.cases import some_pairs
 
 HEADS = [(1, 1, 8), (6, 2, 32), (5, 5, 40), (8, 1, 64)]
+BATCHES = [(None, 1, False, 16), (6, 1, True, 5), (None, 3, True, 64), (9, 5, False, 128), (70, 2, False, 256)]
+"""Window, queries a sequence, whether memory is paged, and tokens of a granule."""
 LENGTHS = [1, 2, 33, 7, 64, 65, 5, 63]
 
 
@@ -27,8 +30,7 @@ def check(case, window, **options):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [*HEADS, (5, 5, 18)], ids=str)
-@pytest.mark.parametrize("window", [None, 1, 6, 200])
+@pytest.mark.parametrize(("heads", "window"), some_pairs([*HEADS, (5, 5, 18)], [None, 1, 6, 200]), ids=str)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_unquantized(device, dtype, heads, window, in_place, monkeypatch):
     monkeypatch.setattr(module, "IN_PLACE_ELEMENTS", 0 if in_place else 2**40)
@@ -39,11 +41,9 @@ def test_unquantized(device, dtype, heads, window, in_place, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize(("window", "query_len", "paged", "granule_tokens"), [
-    (None, 1, False, 16), (6, 1, True, 5), (None, 3, True, 64), (9, 5, False, 128), (70, 2, False, 256),
-])  # fmt: skip
-def test_every_format(device, dtype, format_name, heads, window, query_len, paged, granule_tokens):
+@pytest.mark.parametrize(("heads", "batch"), some_pairs(HEADS, BATCHES), ids=str)
+def test_every_format(device, dtype, format_name, heads, batch):
+    window, query_len, paged, granule_tokens = batch
     lens = [length for length in (1, 2, 33, 0, 64, 65, 5, 131) if length == 0 or length >= query_len]
     case = decode_case(format_name, dtype, heads, lens, device, granule_tokens, paged, query_len, window)
     check(case, window)

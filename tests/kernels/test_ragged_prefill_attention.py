@@ -16,6 +16,7 @@ from bladellm_kernels.ragged_prefill_attention import (
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.prefill_support import SPANS, prefill_case
+from tests.support.cases import some_pairs
 
 HEADS = [(1, 1, 8), (6, 2, 32), (5, 5, 18), (8, 1, 64), (7, 1, 96)]
 QUANTIZED = [name for name in KV_FORMATS if name != "no_quant"]
@@ -34,8 +35,7 @@ def check(case, dtype, window=None):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 6, 23, 200])
+@pytest.mark.parametrize(("heads", "window"), some_pairs(HEADS, [None, 1, 6, 23, 200]), ids=str)
 def test_prefill(device, dtype, heads, window):
     check(prefill_case("no_quant", dtype, heads, SPANS, device), dtype, window)
 

@@ -17,7 +17,7 @@ from bladellm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.conditions import assert_close
 from tests.kernels.exchange_protocol import BrokenError, Simulation, TwoStepSimulation
 from tests.kernels.hopper import compiled_launches, spilled, waits_before_it_writes
-from tests.kernels.rank_processes import run_ranks
+from tests.kernels.rank_processes import run_forked_ranks
 
 ROWS, COLUMNS = 3, 74
 """Units of 8 and 12 words, of which the last are short or empty."""
@@ -161,7 +161,7 @@ def run_interpreted_ranks(ranks: int, kind: str, calls: int, folder: Path) -> No
         for rank in range(ranks):
             np.full(words, EMPTY, np.int32).tofile(folder / name / str(rank))
     arguments = (kind, calls, random.randrange(2**30), str(folder))
-    run_ranks("tests.kernels.test_rank_exchange", "be_rank", ranks, *arguments, interpreted=True)
+    run_forked_ranks("tests.kernels.test_rank_exchange", "be_rank", ranks, *arguments, interpreted=True)
 
 
 def test_ranks_in_processes_agree(tmp_path):

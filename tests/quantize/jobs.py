@@ -12,7 +12,6 @@ from bladellm_runtime.quantization.compressed_tensors import CompressedTensors
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_tools.quantize.algorithms.registry import make_algorithm
 from bladellm_tools.quantize.job import Progress, QuantizeJob
-from tests.models.harness import VOCAB, save_tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
 W4 = Scheme(4, "int", 16)
@@ -25,6 +24,8 @@ GATE_MEMBERS = ("mlp.gate_proj", "mlp.up_proj")
 
 def save_model(folder: Path, family: str = "llama", **options):
     """A random model of three layers with a few small files beside it, and one of code."""
+    from tests.models.harness import save_tiny  # and with it transformers, which a job alone has no use for
+
     model = save_tiny(folder, family, **{**SIZES, **options})
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (folder / "modeling.py").write_text("raise SystemExit")
@@ -33,6 +34,8 @@ def save_model(folder: Path, family: str = "llama", **options):
 
 
 def windows(samples: int = 6, tokens: int = 21) -> torch.Tensor:
+    from tests.models.harness import VOCAB
+
     return torch.randint(0, VOCAB, (samples, tokens))
 
 
@@ -41,7 +44,7 @@ def job_of(model: Path, output: Path, algorithm: str = "gptq", **options) -> Qua
     fields = {
         "scheme": W4,
         "format": CompressedTensors,
-        "windows": windows(),
+        "windows": options["windows"] if "windows" in options else windows(),
         "devices": (CPU,),
         "dtype": torch.float32,
         "batch": 4,

@@ -23,8 +23,7 @@ QUICK_SECONDS = 0.3
 FLAGS = [item for item in flags_of(ServingArgs) if item.kind in (int, float)]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"]])
-@pytest.mark.parametrize("program", ENTRY_POINTS)
+@pytest.mark.parametrize(("program", "arguments"), some_pairs(ENTRY_POINTS, [["--help"], ["-h"], ["--version"]]))
 def test_help_and_version_import_nothing_heavy(program: str, arguments: list[str]) -> None:
     spy = (
         f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr))"
@@ -104,11 +103,24 @@ def test_no_color_is_respected() -> None:
     assert not colours.search(run_on_terminal("blade_llm", "serve", "-h", NO_COLOR="1"))
 
 
+WRONG_NUMBERS = ["abc", "", "nan", "inf", "1e400", "0x10", "9" * 5000, "[]"]
+
+
 @pytest.mark.parametrize("item", FLAGS, ids=lambda item: item.name)
 def test_row_63_numbers_out_of_range(item, capsys) -> None:
-    wrong = ["abc", "", "nan", "inf", "1e400", "0x10", "9" * 5000, "[]"]
-    wrong += [str(item.low - 1), str(item.high * 2 + 1)] if item.low is not None else []
-    for text in wrong:
+    """Every flag's bounds, and each word that is no number with some flag."""
+    check_refused(item, [WRONG_NUMBERS[FLAGS.index(item) % len(WRONG_NUMBERS)]], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", FLAGS, ids=lambda item: item.name)
+def test_row_63_all_numbers_out_of_range(item, capsys) -> None:
+    check_refused(item, WRONG_NUMBERS, capsys)
+
+
+def check_refused(item, wrong: list[str], capsys) -> None:
+    """These words, and numbers out of bounds."""
+    for text in [*wrong, *([str(item.low - 1), str(item.high * 2 + 1)] if item.low is not None else [])]:
         code = cli.guarded(lambda text=text: cli.dispatch("blade_llm", ["serve", f"--{item.name}={text}"]), debug=False)
         error = capsys.readouterr().err
         assert code == 2, text

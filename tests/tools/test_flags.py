@@ -68,10 +68,20 @@ def command_line(draw: st.DrawFn) -> tuple[list[str], dict[str, Any]]:
     return arguments, values
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(command_line())
 def test_every_spelling_reaches_its_field(case: tuple[list[str], dict[str, Any]]) -> None:
-    arguments, values = case
+    check_spellings(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(command_line())
+def test_every_spelling_reaches_its_field_in_many_cases(case: tuple[list[str], dict[str, Any]]) -> None:
+    check_spellings(*case)
+
+
+def check_spellings(arguments: list[str], values: dict[str, Any]) -> None:
     shown = effective(arguments)
     secrets = {"api_key"}
     for item in dataclasses.fields(ServingArgs):

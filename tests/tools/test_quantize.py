@@ -164,7 +164,7 @@ def test_the_strength_that_was_found_is_used(best, words, demo_model, tmp_path, 
 
 def test_the_report_compares_with_the_float_model(demo_model, tmp_path, capsys) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("The sea was calm, and the boats lay still in the harbour until the evening. " * 300)
+    text.write_text("The sea was calm, and the boats lay still in the harbour until the evening. " * 80)
     model = short_context(demo_model, tmp_path / "model", 256)
     flags = ("--report", "--report_data", str(text), "--bit", "4", "--quant_algo", "gptq")
     assert quantize(model, tmp_path / "out", *flags) == 0
