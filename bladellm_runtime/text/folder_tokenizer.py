@@ -8,6 +8,7 @@ the settings it knows, whatever `tokenizer_class` says; transformers reads every
 import json
 import logging
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from bladellm_runtime.text.token_settings import (
 ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 
 logger = logging.getLogger(__name__)
+
+_one_at_a_time = threading.Lock()
+"""transformers' modules import each other late, and fail in two threads at once; so does its one level of logging."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,11 @@ def read_plain(folder: Path) -> FolderTokenizer:
 
 def read_with_transformers(folder: Path) -> FolderTokenizer:
     """Read any folder. Raises `CheckpointError` where transformers cannot."""
+    with _one_at_a_time:
+        return _read_with_transformers(folder)
+
+
+def _read_with_transformers(folder: Path) -> FolderTokenizer:
     # AutoTokenizer imports torch (seconds); the class it would end up with for a tokenizer.json does not.
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging as transformers_logging

@@ -1,6 +1,8 @@
 """Folders read without transformers, against transformers: the whole tokenizer as JSON, its ids, texts and names."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -141,3 +143,32 @@ def test_published_tokenizers(folder):
     if not folder.is_dir():
         pytest.skip("not beside the checkout")
     check_same(read_plain(folder), read_with_transformers(folder))
+
+
+READ_AT_ONCE = """
+import sys, threading
+from pathlib import Path
+from bladellm_runtime.text.folder_tokenizer import read_with_transformers
+
+together, failed = threading.Barrier(4), []
+
+def read():
+    together.wait()
+    try:
+        read_with_transformers(Path(sys.argv[1]))
+    except Exception as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=read) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+
+
+def test_threads_may_read_folders_at_once():
+    """A server's front end and its engine in one process do; transformers was not imported before."""
+    done = subprocess.run([sys.executable, "-c", READ_AT_ONCE, str(DEMO)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
