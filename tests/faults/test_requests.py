@@ -60,16 +60,21 @@ def test_row_03_body_over_the_limit(server):
     assert server.rss() - before < 64 * 2**20
 
 
+FLOOD = 256 * 2**20
+
+
 def send_until_refused(server: LiveServer, framing: bytes, block: bytes) -> int:
     """Send an endless body, answer or not, until the server closes the connection; returns the status."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as peer:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         peer.sendall(head + framing + b"\r\n")
         answer = b""
-        deadline = time.monotonic() + 18
+        deadline, sent = time.monotonic() + 18, 0
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < deadline:
                 peer.sendall(block)
+                sent += len(block)
+                time.sleep(0.005 * (sent > FLOOD))  # in the end it is enough that it never ends
                 if select.select([peer], [], [], 0.0)[0]:
                     answer += peer.recv(65536)
         assert time.monotonic() < deadline, "the server went on reading"
