@@ -136,7 +136,7 @@ def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
         return graphs.forward(flat, size), size
 
 
-@pytest.mark.parametrize("count", [13, pytest.param(22, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "longest"), [(13, 45), pytest.param(22, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -145,7 +145,7 @@ def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
         pytest.param({"kv_arena": "relocating", "disable_overlap": True}, marks=pytest.mark.slow),
     ],
 )
-def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options, count):
+def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options, count, longest):
     """Arrivals, aborts, preemption, prefix hits, all kinds of sampling, poison before every replay.
 
     Not with quantized KV: what gave way is computed again in other batches, and a rounding there may flip a code.
@@ -157,7 +157,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options, cou
     for way in ({**SIZES, "kv_cache_gib": gib}, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
         engine = build_engine(EngineArgs(model=str(demo_model), **(shape | options | way)), capture)
-        requests = requests or random_requests(rng, count, engine.ready.vocab_size)
+        requests = requests or random_requests(rng, count, engine.ready.vocab_size, longest)
         if way.get("disable_cuda_graph"):
             assert engine.core._runner._mixed is None
         else:

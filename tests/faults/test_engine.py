@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.engine import reference
 from tests.faults.conftest import assert_quiet
 from tests.support.live import LiveServer, until
 
-TOKENS = 48
+TOKENS = 32
 NAN_TOKEN = 5000
 SLOTS = 4
 
@@ -24,6 +25,7 @@ def ask(server: LiveServer, prompt: str | list[int], **fields) -> tuple[int, dic
     return server.json("/v1/completions", body, timeout=120)
 
 
+@cache
 def expected(folder: Path, prompt: str, tokens: int = TOKENS) -> str:
     _, tokenizer = reference.load(folder)
     return tokenizer.decode(reference.greedy(folder, tokenizer.encode(prompt), tokens), skip_special_tokens=True)

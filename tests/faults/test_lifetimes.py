@@ -55,7 +55,7 @@ def test_row_43_engine_reports_its_own_failure():
         assert status == 503
         assert stream.rest()[-1]["error"]["code"] == "engine_dead"
         stream.close()
-        assert server.wait(10) == 1
+        assert server.hurry() == 1
 
 
 def test_row_43_garbage_from_the_engine_is_dropped(fake_server, beside):
