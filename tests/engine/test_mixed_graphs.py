@@ -136,7 +136,7 @@ def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
         return graphs.forward(flat, size), size
 
 
-@pytest.mark.parametrize(("count", "longest"), [(13, 45), pytest.param(22, 70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "longest"), [(13, 70), pytest.param(22, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -141,7 +141,8 @@ def random_requests(rng: random.Random, count: int, vocab: int, longest: int) ->
     for index in range(count):
         large = index >= count - 6
         beginning = shared[: 0 if large else rng.choice((0, 20, 40))]
-        prompt = beginning + [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
+        own = rng.randrange(1, 30) + (70 - longest) * large
+        prompt = beginning + [rng.randrange(vocab) for _ in range(own)]
         answer = longest if large else rng.choice((5, 12, longest))
         params = SamplingParams(max_tokens=answer, seed=index, ignore_eos=True, **rng.choice(ways))
         requests.append(AddRequest(index, prompt, params, 0, time.monotonic()))

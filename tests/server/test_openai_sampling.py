@@ -143,7 +143,7 @@ def test_choices_are_equal_when_greedy_and_distinct_when_drawn(client, stream):
 @STREAM
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_cuts_exactly(client, stream, include):
-    for prompt in random.sample(PROMPTS, 4):
+    for prompt in random.sample(PROMPTS, 2):
         ids = greedy(prompt, 48)
         text = decode(ids)
         start = random.randrange(len(text) - 12)

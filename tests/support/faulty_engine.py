@@ -1,7 +1,7 @@
-"""The runtime's own engine process with faults that requests set off: `python -m tests.support.faulty_engine FAULT ...`.
+"""The runtime's own engine process with faults that requests set off: `python -m tests.support.faulty_engine FAULTS`.
 
-A prompt that begins with `TRIGGER` sets the first one off, in the step in which its request gets a slot, one that begins
-with `TRIGGER - 1` the second one instead, and so on. The faults:
+A prompt that begins with `TRIGGER` sets the first one off, in the step in which its request gets a slot; one that
+begins with `TRIGGER - 1` sets the second one off instead, and so on. The faults:
 
 - `short`: from then on steps of more than `FITTING_TOKENS` tokens run out of memory
 - `cursed`: every step with such a request in it runs out of memory

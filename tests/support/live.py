@@ -259,7 +259,7 @@ class OpenStream:
 def summed_samples(text: str) -> dict[str, float]:
     """What a page of metrics says by sample name, summed over its labels; without the buckets of histograms.
 
-    Tests poll: prometheus_client's parser, which others use, would take ten times as long as the server takes to answer.
+    Tests poll: prometheus_client's parser would take twice as long as the server takes to answer.
     """
     values: dict[str, float] = {}
     for line in text.splitlines():

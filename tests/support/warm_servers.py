@@ -25,7 +25,7 @@ NUMBER = struct.Struct("<i")
 
 
 class WarmServer:
-    """A server process, with what `subprocess.Popen` has for one. `launch` is its argument, `log` its standard error."""
+    """A server process, with what `subprocess.Popen` has for one. launch: its argument; log: its standard error."""
 
     def __init__(self, launch: str, log: TextIO) -> None:
         told, tell = os.pipe()
