@@ -43,9 +43,7 @@ def greedy_params(tokens: int = TOKENS) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def run(
-    folder: Path, prompts: list[str], device: str, tokens: int = TOKENS, **options
-) -> tuple[list[list[int]], int]:
+def run(folder: Path, prompts: list[str], device: str, tokens: int = TOKENS, **options) -> tuple[list[list[int]], int]:
     with LLM(str(folder), dtype="float32", device=device, **({"kv_cache_gib": 0.25} | options)) as llm:
         outputs = llm.generate(prompts, greedy_params(tokens))
         return [output.outputs[0].token_ids for output in outputs], llm.stats().preemptions
