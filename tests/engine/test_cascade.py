@@ -105,7 +105,10 @@ def test_a_system_prompt_gives_the_tokens_of_transformers(demo_model, always, op
 
 
 @pytest.mark.parametrize(("count", "longest"), [(22, 50), pytest.param(32, 70, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, {}])
+@pytest.mark.parametrize(
+    "options",
+    [{"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, pytest.param({}, marks=pytest.mark.slow)],
+)
 def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, always, options, count, longest):
     """Arrivals, aborts, preemption and swap; several groups, and rows that share with nobody."""
     requests = random_requests(count, read_model_spec(demo_model).vocab_size, (20, 33, 48), longest, alike=6)

@@ -136,16 +136,16 @@ def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
         return graphs.forward(flat, size), size
 
 
-@pytest.mark.parametrize(("count", "longest"), [(13, 70), pytest.param(22, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
-        {"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01},
         {"attn_cls": "paged", "prefill_chunk_tokens": 7},
+        # test_step_graphs.py has it
+        pytest.param({"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, marks=pytest.mark.slow),
         pytest.param({"kv_arena": "relocating", "disable_overlap": True}, marks=pytest.mark.slow),
     ],
 )
-def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options, count, longest):
+def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
     """Arrivals, aborts, preemption, prefix hits, all kinds of sampling, poison before every replay.
 
     Not with quantized KV: what gave way is computed again in other batches, and a rounding there may flip a code.
@@ -157,7 +157,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options, cou
     for way in ({**SIZES, "kv_cache_gib": gib}, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
         engine = build_engine(EngineArgs(model=str(demo_model), **(shape | options | way)), capture)
-        requests = requests or random_requests(rng, count, engine.ready.vocab_size, longest)
+        requests = requests or random_requests(rng, 22, engine.ready.vocab_size)
         if way.get("disable_cuda_graph"):
             assert engine.core._runner._mixed is None
         else:

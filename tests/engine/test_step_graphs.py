@@ -125,7 +125,7 @@ class KernelState(SamplingState):
         self.use_kernels()
 
 
-def random_requests(rng: random.Random, count: int, vocab: int, longest: int) -> list[AddRequest]:
+def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddRequest]:
     """Greedy ones, and ones that the captured sampling does not cover; beginnings are shared.
 
     The last six share nothing and ask for much: beside each other some have to give way.
@@ -141,9 +141,8 @@ def random_requests(rng: random.Random, count: int, vocab: int, longest: int) ->
     for index in range(count):
         large = index >= count - 6
         beginning = shared[: 0 if large else rng.choice((0, 20, 40))]
-        own = rng.randrange(1, 30) + (70 - longest) * large
-        prompt = beginning + [rng.randrange(vocab) for _ in range(own)]
-        answer = longest if large else rng.choice((5, 12, longest))
+        prompt = beginning + [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
+        answer = 70 if large else rng.choice((5, 12, 70))
         params = SamplingParams(max_tokens=answer, seed=index, ignore_eos=True, **rng.choice(ways))
         requests.append(AddRequest(index, prompt, params, 0, time.monotonic()))
     return requests
@@ -166,17 +165,16 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
     return tokens, aborted
 
 
-@pytest.mark.parametrize(("count", "longest"), [(13, 45), pytest.param(22, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("options", "all_kinds"),
     [
         ({"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, True),
-        ({"attn_cls": "paged"}, False),
+        pytest.param({"attn_cls": "paged"}, False, marks=pytest.mark.slow),  # test_mixed_graphs.py has it
         pytest.param({"kv_arena": "relocating", "disable_overlap": True}, False, marks=pytest.mark.slow),
         pytest.param({"prefill_chunk_tokens": 7}, True, marks=pytest.mark.slow),
     ],
 )
-def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch, options, all_kinds, count, longest):
+def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch, options, all_kinds):
     """Arrivals, aborts, preemption, prefix hits; what padding could leave behind is poisoned before every replay.
 
     Not with quantized KV: what gave way is computed again in other batches, and a rounding there may flip a code.
@@ -193,7 +191,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch,
         monkeypatch.setattr(build_runner, "SamplingState", KernelState if captures_all else SamplingState)
         args = {"kv_cache_gib": gib} | shape | options | way
         engine = build_engine(EngineArgs(model=str(demo_model), **args), capture)
-        requests = requests or random_requests(rng, count, engine.ready.vocab_size, longest)
+        requests = requests or random_requests(rng, 22, engine.ready.vocab_size)
         graphs = engine.core._runner._graphs
         assert (graphs is not None) == (way is sizes)
         if graphs is not None:
