@@ -109,9 +109,11 @@ def test_a_clients_salt_is_no_adapter(family):
 
 def drain(llm: LLM, deltas: list[RequestDelta] | None = None) -> list[RequestDelta]:
     """All deltas until the engine is idle, behind those given."""
-    found = list(deltas or [])
-    while not llm._engine.core.idle:
-        found += one_by_one(llm._engine.core.step())
+    core, found = llm._engine.core, list(deltas or [])
+    while not core.idle:
+        if core.preparing:
+            time.sleep(0.001)  # the thread that reads adapters needs the interpreter too
+        found += one_by_one(core.step())
     return found
 
 

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 from typing import Any
 
 import pytest
@@ -155,6 +156,7 @@ def test_cached_prompts_are_shared_within_an_adapter_alone(family, tmp_path):
             core = llm._engine.core
             deltas = core.move_adapter(MoveAdapter(10**6, str(folder), load))
             while not deltas:
+                time.sleep(0.001)  # the thread that reads adapters needs the interpreter too
                 deltas = list(one_by_one(core.step()))
             return deltas[0]
 

@@ -9,9 +9,11 @@ import torch
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.models.config import read_model_spec
 from tests.engine import reference
+from tests.engine.ties import assert_alike
 from tests.support.cases import drawn_of, some_of
 
-TOKENS = 40
+TOKENS = 24
+MANY_TOKENS = 80
 
 WAYS = {
     "overlap": {},
@@ -37,13 +39,13 @@ def token_bytes(folder: Path) -> int:
     return spec.layers * 2 * spec.kv_heads * spec.head_dim * 4
 
 
-def greedy_params() -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+def greedy_params(tokens: int = TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def run(folder: Path, prompts: list[str], device: str, **options) -> tuple[list[list[int]], int]:
+def run(folder: Path, prompts: list[str], device: str, tokens: int = TOKENS, **options) -> tuple[list[list[int]], int]:
     with LLM(str(folder), dtype="float32", device=device, **({"kv_cache_gib": 0.25} | options)) as llm:
-        outputs = llm.generate(prompts, greedy_params())
+        outputs = llm.generate(prompts, greedy_params(tokens))
         return [output.outputs[0].token_ids for output in outputs], llm.stats().preemptions
 
 
@@ -63,6 +65,17 @@ def test_batch_of_16_equals_transformers(model, device, way):
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
     found, _ = run(model, prompts, device, **WAYS[way])
     assert_equal(model, prompts, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_long_answers_equal_transformers(model, device, way):
+    _, tokenizer = reference.load(model)
+    found, _ = run(model, list(reference.PROMPTS), device, MANY_TOKENS, **WAYS[way])
+    for prompt, tokens in zip(reference.PROMPTS, found, strict=True):
+        params = greedy_params(MANY_TOKENS)
+        best = reference.greedy(model, tokenizer.encode(prompt), MANY_TOKENS)
+        assert_alike(reference.load(model)[0], tokenizer.encode(prompt), params, tokens, best)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -38,7 +38,8 @@ def cached_tokens(llm: LLM) -> int:
 
 
 def test_a_repeated_prompt_is_found_and_gives_the_same_tokens(llm, demo_model):
-    for prompt in (LONG, LONG, *reference.PROMPTS, *reference.PROMPTS):
+    some = reference.PROMPTS[:5]
+    for prompt in (LONG, LONG, *some, *some):
         output = llm.generate([prompt], greedy_params())[0]
         if prompt in reference.PROMPTS:
             assert output.outputs[0].token_ids == expected(demo_model)[prompt]

@@ -16,7 +16,7 @@ from tests.engine import reference
 from tests.models.quantized import round_weight
 from tests.support.cases import drawn_of, some_of, some_pairs
 
-TOKENS = 24
+TOKENS = 16
 FILE = "model.safetensors"
 STATIC_SCALE = 0.05
 SCHEMES = {

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.live import LiveServer, completion_text, fake_answer, fake_command, until
 
-NEIGHBOUR_TOKENS = 48
+NEIGHBOUR_TOKENS = 16
 GUIDED_CACHE_MIB = 2
 
 

@@ -18,8 +18,8 @@ LONG_PROMPT = [TRIGGER, *range(400, 400 + 3 * FITTING_TOKENS)]
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
 
-def faulty(fault: str, device: str, **flags) -> LiveServer:
-    command = [sys.executable, "-m", "tests.support.faulty_engine", fault]
+def faulty(faults: str, device: str, **flags) -> LiveServer:
+    command = [sys.executable, "-m", "tests.support.faulty_engine", *faults.split()]
     return LiveServer(command, **{"device": device, "dtype": "float32", "kv_cache_gib": 0.05, **flags})
 
 
@@ -31,7 +31,7 @@ def text_of(folder, prompt: list[int], tokens: int) -> str:
 def ask_beside(server: LiveServer, folder, fault_prompt: list[int]) -> tuple[int, dict]:
     """The answer to a prompt that sets the fault off, beside streams that go on with exactly their own tokens."""
     prompts = reference.PROMPTS[:4]
-    lengths = [400, *[TOKENS] * (len(prompts) - 1)]
+    lengths = [250, *[TOKENS] * (len(prompts) - 1)]
     streams = [
         OpenStream(server, {**ENDLESS, "prompt": prompt, "max_tokens": length})
         for prompt, length in zip(prompts, lengths, strict=True)
@@ -46,48 +46,51 @@ def ask_beside(server: LiveServer, folder, fault_prompt: list[int]) -> tuple[int
     return answer
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_row_40_a_step_without_memory_is_done_in_smaller_ones(demo_model, overlap):
-    with faulty("short", "cpu", disable_overlap=not overlap) as server:
-        status, answer = ask_beside(server, demo_model, LONG_PROMPT)
-        assert status == 200, answer
-        assert answer["choices"][0]["text"] == text_of(demo_model, LONG_PROMPT, 8)
-        assert_quiet(server)
-        assert ask(server, reference.PROMPTS[0])[1]["choices"][0]["text"] == expected(demo_model, reference.PROMPTS[0])
-        assert "out of memory in a step of" in server.log()
-        assert "Traceback" not in server.log()
+OVERLAP = pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
-def test_row_40_a_request_that_fits_no_step_is_answered_503(demo_model):
-    with faulty("cursed", "cpu") as server:
-        status, answer = ask_beside(server, demo_model, [TRIGGER, 7, 9])
-        assert (status, answer["error"]["code"]) == (503, "out_of_memory")
-        assert_quiet(server)
-        assert server.json("/health")[0] == 200
-        assert ask(server, reference.PROMPTS[0])[1]["choices"][0]["text"] == expected(demo_model, reference.PROMPTS[0])
-        assert "Traceback" not in server.log()
+@OVERLAP
+def test_row_40_steps_without_memory_are_done_in_smaller_ones_if_there_are_any(demo_model, overlap):
+    """One server goes through all of them: a long step, a request that fits no step, and then no step that fits."""
+    with faulty("short cursed exhausted", "cpu", disable_overlap=not overlap) as server:
+        assert_does_it_in_smaller_steps(server, demo_model)
+        assert_answers_503(server, demo_model)
+        assert_ends(server, "ran out of memory; lower --max_gpu_memory_utilization", TRIGGER - 2)
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ("exhausted", "ran out of memory; lower --max_gpu_memory_utilization"),
-        ("illegal", "the GPU failed (CUDA error: an illegal memory access was encountered); start it again"),
-    ],
-)
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_rows_40_and_41_an_engine_that_cannot_go_on_ends(fault, sentence, overlap):
-    with faulty(fault, "cpu", disable_overlap=not overlap) as server:
+def assert_does_it_in_smaller_steps(server: LiveServer, folder) -> None:
+    status, answer = ask_beside(server, folder, LONG_PROMPT)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == text_of(folder, LONG_PROMPT, 8)
+    assert_quiet(server)
+    assert ask(server, reference.PROMPTS[0])[1]["choices"][0]["text"] == expected(folder, reference.PROMPTS[0])
+    assert "out of memory in a step of" in server.log()
+    assert "Traceback" not in server.log()
+
+
+def assert_answers_503(server: LiveServer, folder) -> None:
+    status, answer = ask_beside(server, folder, [TRIGGER - 1, 7, 9])
+    assert (status, answer["error"]["code"]) == (503, "out_of_memory")
+    assert_quiet(server)
+    assert server.json("/health")[0] == 200
+    assert ask(server, reference.PROMPTS[0])[1]["choices"][0]["text"] == expected(folder, reference.PROMPTS[0])
+    assert "Traceback" not in server.log()
+
+
+@OVERLAP
+def test_row_41_an_engine_without_its_gpu_ends(overlap):
+    with faulty("illegal", "cpu", disable_overlap=not overlap) as server:
+        sentence = "the GPU failed (CUDA error: an illegal memory access was encountered); start it again"
         assert_ends(server, sentence)
 
 
-def assert_ends(server: LiveServer, sentence: str) -> None:
+def assert_ends(server: LiveServer, sentence: str, trigger: int = TRIGGER) -> None:
     """The fault ends every request with an error within seconds, then the server, in one sentence."""
     streams = [OpenStream(server, ENDLESS) for _ in range(3)]
     begun = [stream.read(2) for stream in streams]
     assert all(completion_text(events) for events in begun)
     started = time.monotonic()
-    status, answer = ask(server, [TRIGGER, 7, 9])
+    status, answer = ask(server, [trigger, 7, 9])
     assert status == 503, answer
     for stream in streams:
         assert stream.rest()[-1]["error"]["code"] == "engine_dead"
@@ -97,4 +100,4 @@ def assert_ends(server: LiveServer, sentence: str) -> None:
     log = server.log()
     assert sentence in log
     assert "Traceback" not in log
-    assert server.wait(15) == 1
+    assert server.hurry() == 1

@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.engine import reference
 from tests.faults.conftest import assert_quiet
 from tests.support.live import LiveServer, until
 
-TOKENS = 48
+TOKENS = 32
 NAN_TOKEN = 5000
+SLOTS = 4
 
 
 def ask(server: LiveServer, prompt: str | list[int], **fields) -> tuple[int, dict]:
@@ -23,6 +25,7 @@ def ask(server: LiveServer, prompt: str | list[int], **fields) -> tuple[int, dic
     return server.json("/v1/completions", body, timeout=120)
 
 
+@cache
 def expected(folder: Path, prompt: str, tokens: int = TOKENS) -> str:
     _, tokenizer = reference.load(folder)
     return tokenizer.decode(reference.greedy(folder, tokenizer.encode(prompt), tokens), skip_special_tokens=True)
@@ -68,7 +71,8 @@ def nan_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def nan_server(nan_model, request) -> Iterator[LiveServer]:
     device = request.config.getoption("--device")
-    with LiveServer("real", model=str(nan_model), device=device, dtype="float32", kv_cache_gib=0.05) as server:
+    flags = {"device": device, "dtype": "float32", "kv_cache_gib": 0.05, "max_running_requests": SLOTS}
+    with LiveServer("real", model=str(nan_model), **flags) as server:
         ask(server, "warm up", max_tokens=2)
         yield server
 
@@ -97,32 +101,26 @@ def test_row_42_nan_logits_end_that_request_alone(nan_server, demo_model, stream
     until(lambda: nan_server.open_fds() <= descriptors, 8.0, "a return to the open descriptors before")
 
 
-def test_row_47_aborted_slots_are_reused_cleanly(demo_model, device):
-    """Two slots, clients that hang up again and again, and one that must get exactly its own tokens."""
-    prompt = reference.PROMPTS[4]
-    with LiveServer("real", device=device, dtype="float32", max_running_requests=2, kv_cache_gib=0.02) as server:
-        ask(server, "warm up", max_tokens=2)
-        stop = threading.Event()
+def test_row_47_aborted_slots_are_reused_cleanly(nan_server, demo_model):
+    """As many clients as slots that hang up again and again, and one that must get exactly its own tokens."""
+    prompt, server, stop = reference.PROMPTS[4], nan_server, threading.Event()
+    poison = {"model": "demo", "prompt": "Poison " * 20, "max_tokens": 3000, "ignore_eos": True}
 
-        def hang_up_again_and_again() -> None:
-            while not stop.is_set():
-                with pytest.raises(OSError):  # noqa: PT011 - the time-out closes the connection mid-generation
-                    server.json(
-                        "/v1/completions",
-                        {"model": "demo", "prompt": "Poison " * 20, "max_tokens": 3000, "ignore_eos": True},
-                        timeout=0.1,
-                    )
+    def hang_up_again_and_again() -> None:
+        while not stop.is_set():
+            with pytest.raises(OSError):  # noqa: PT011 - the time-out closes the connection mid-generation
+                server.json("/v1/completions", {**poison, "logit_bias": {NAN_TOKEN: -100}}, timeout=0.1)
 
-        rude = [threading.Thread(target=hang_up_again_and_again) for _ in range(2)]
+    rude = [threading.Thread(target=hang_up_again_and_again) for _ in range(SLOTS)]
+    for thread in rude:
+        thread.start()
+    try:
+        for _ in range(4):
+            status, answer = ask(server, prompt)
+            assert status == 200
+            assert answer["choices"][0]["text"] == expected(demo_model, prompt)
+    finally:
+        stop.set()
         for thread in rude:
-            thread.start()
-        try:
-            for _ in range(4):
-                status, answer = ask(server, prompt)
-                assert status == 200
-                assert answer["choices"][0]["text"] == expected(demo_model, prompt)
-        finally:
-            stop.set()
-            for thread in rude:
-                thread.join()
-        assert_quiet(server)
+            thread.join()
+    assert_quiet(server)

@@ -55,7 +55,7 @@ def test_row_43_engine_reports_its_own_failure():
         assert status == 503
         assert stream.rest()[-1]["error"]["code"] == "engine_dead"
         stream.close()
-        assert server.wait(10) == 1
+        assert server.hurry() == 1
 
 
 def test_row_43_garbage_from_the_engine_is_dropped(fake_server, beside):
@@ -179,7 +179,7 @@ def test_row_59_metrics_while_the_engine_is_stuck():
 # Row 60: a long life.
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_row_60_memory_and_descriptors_stay_flat(count):
     with LiveServer(fake_command(step_seconds=0.0005)) as server:
         asyncio.run(live_long(server, 1500))

@@ -67,12 +67,12 @@ def test_row_38_choices_count_each(narrow_server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_row_38_waited_too_long(narrow_server, stream):
-    holder = OpenStream(narrow_server, {**LONG, "max_tokens": 1200})
+    holder = OpenStream(narrow_server, {**LONG, "max_tokens": 800})
     text = completion_text(holder.read(1))
     status, body, headers = narrow_server.request("/v1/completions", {**SHORT, "stream": stream})
     assert (status, json.loads(body)["error"]["code"]) == (503, "queue_timeout")
     assert "retry-after" in headers
     text += completion_text(holder.rest())
-    assert text == fake_answer(LONG["prompt"], 1200)
+    assert text == fake_answer(LONG["prompt"], 800)
     holder.close()
     until(lambda: narrow_server.gauges() == (0, 0, 0), what="an idle engine")

@@ -18,7 +18,7 @@ from tests.support.cases import some_pairs
 pytest.importorskip("triton")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
-TOKENS = 5
+TOKENS = 3
 LAYER_ERROR, LINEARS = 1e-5, 8
 """Of one unit weight's float32 sums, by their largest, and how many there are one behind another."""
 

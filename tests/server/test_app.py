@@ -3,12 +3,14 @@
 import json
 import socket
 import threading
+import time
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_tokens import expected_text, tokenizer
-from tests.support.live import LiveServer, fake_answer, fake_command, until
+from tests.support.live import LiveServer, fake_answer, fake_command, summed_samples, until
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,9 @@ def server():
 def client(server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+FLOOD = 128 * 2**20
 
 
 def chat_prompt(text):
@@ -161,27 +166,33 @@ def test_only_json_bodies_within_the_limit(server, path):
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_an_endless_body_ends_at_the_limit(server, path):
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    connection.sendall(head.encode())
-    memory = server.rss()
+def test_endless_bodies_end_at_the_limit(server):
+    connections, memory = [], server.rss()
+    for path in ("/v1/completions", "/tokenize"):
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        head = "HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(f"POST {path} {head}".encode())
+        connections.append(connection)
 
-    def flood():
+    def flood(connection):
+        sent = 0
         try:
             while True:
                 connection.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+                sent += 4096
+                time.sleep(0.005 * (sent > FLOOD))  # in the end it is enough that it never ends
         except OSError:
             return
 
-    flooding = threading.Thread(target=flood)
-    flooding.start()
-    assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-    flooding.join(30)
-    assert not flooding.is_alive(), "the connection was not closed"
+    flooding = [threading.Thread(target=flood, args=[connection]) for connection in connections]
+    for thread in flooding:
+        thread.start()
+    for connection, thread in zip(connections, flooding, strict=True):
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+        thread.join(30)
+        assert not thread.is_alive(), "the connection was not closed"
+        connection.close()
     assert server.rss() - memory < 16 * 2**20
-    connection.close()
 
 
 def test_trailers_without_end(server):
@@ -259,6 +270,16 @@ def test_pipelined_requests_are_answered_in_order(server):
     places = [received.index(json.dumps(fake_answer(f"Number {i}", 3)).encode()) for i in range(3)]
     assert places == sorted(places)
     connection.close()
+
+
+def test_metrics_are_read_as_prometheus_reads_them(server):
+    text, wanted = server.request("/metrics")[1].decode(), {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                wanted[sample.name] = wanted.get(sample.name, 0.0) + sample.value
+    assert summed_samples(text) == wanted
+    assert len(wanted) > 50
 
 
 def test_metrics_count_what_happened(server):

@@ -63,6 +63,13 @@ def server():
 def lasting_server():
     with LiveServer(COMMAND, frontend_processes=2) as live:
         yield live
+        assert live.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def guarded_server():
+    with LiveServer(frontend_processes=2, max_connections=20, api_key=["secret"]) as live:
+        yield live
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: str, count: int) -> str:
@@ -145,28 +152,28 @@ def test_limits_hold_for_all_processes_together():
         until(lambda: server.metrics()["blade_llm:num_requests_open"] == 0)
 
 
-def test_connections_are_limited_for_all_processes_together():
-    with LiveServer(frontend_processes=2, max_connections=20) as server:
-        opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
-        until(lambda: sum(connections_of(pid, server.port) for pid in server.front_end_pids()) == 20)
-        answers = [server.json("/health") for _ in range(6)]
-        assert [(status, answer["error"]["message"]) for status, answer in answers] == [
-            (503, "The server has as many connections as it takes; try again later")
-        ] * 6
-        for connection in opened:
-            connection.close()
-        until(lambda: server.request("/health")[0] == 200)
+def test_connections_are_limited_for_all_processes_together(guarded_server):
+    server = guarded_server
+    opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    until(lambda: sum(connections_of(pid, server.port) for pid in server.front_end_pids()) == 20)
+    answers = [server.json("/health") for _ in range(6)]
+    assert [(status, answer["error"]["message"]) for status, answer in answers] == [
+        (503, "The server has as many connections as it takes; try again later")
+    ] * 6
+    for connection in opened:
+        connection.close()
+    until(lambda: server.request("/health")[0] == 200)
 
 
-def test_keys_are_asked_for_by_all_processes():
-    with LiveServer(frontend_processes=2, api_key=["secret"]) as server:
-        key = {"Authorization": "Bearer secret"}
-        assert [server.request("/v1/models")[0] for _ in range(8)] == [401] * 8
-        assert [server.request("/v1/models", headers=key)[0] for _ in range(8)] == [200] * 8
-        until(lambda: server.metrics(key)["blade_llm:requests_rejected_total"] == 8)
+def test_keys_are_asked_for_by_all_processes(guarded_server):
+    server, key = guarded_server, {"Authorization": "Bearer secret"}
+    assert [server.request("/v1/models")[0] for _ in range(8)] == [401] * 8
+    assert [server.request("/v1/models", headers=key)[0] for _ in range(8)] == [200] * 8
+    until(lambda: server.metrics(key)["blade_llm:requests_rejected_total"] == 8)
 
 
-def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server):
+def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(lasting_server):
+    server = lasting_server
     streams = streams_by_front_end(server, 6)
     first, other = server.front_end_pids()
     kept = len(streams[first])
@@ -186,7 +193,7 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(server)
     assert all(again.values()), "the new one serves"
     close_all(again)
     until(lambda: server.metrics()["blade_llm:client_disconnects_total"] >= counted + kept + 2)
-    assert server.stop() == 0
+    until(lambda: server.gauges()[0] == 0)
 
 
 def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():

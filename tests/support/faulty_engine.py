@@ -1,6 +1,7 @@
-"""The runtime's own engine process with a fault that a request sets off: `python -m tests.support.faulty_engine FAULT`.
+"""The runtime's own engine process with faults that requests set off: `python -m tests.support.faulty_engine FAULTS`.
 
-A prompt that begins with `TRIGGER` sets it off, in the step in which its request gets a slot. The faults:
+A prompt that begins with `TRIGGER` sets the first one off, in the step in which its request gets a slot; one that
+begins with `TRIGGER - 1` sets the second one off instead, and so on. The faults:
 
 - `short`: from then on steps of more than `FITTING_TOKENS` tokens run out of memory
 - `cursed`: every step with such a request in it runs out of memory
@@ -28,11 +29,11 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel err
 class Fault:
     """Stands in front of `ModelRunner._run_plan`."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kinds: list[str]) -> None:
+        self._kinds = kinds
+        self._kind = ""
         self._run = ModelRunner._run_plan
         self._cursed: set[int] = set()
-        self._set_off = False
         self._hog: list[torch.Tensor] = []
         self._faults = {
             "short": self._short, "cursed": self._cursed_steps, "exhausted": self._exhausted, "hog": self._take_memory,
@@ -50,13 +51,14 @@ class Fault:
 
     def before(self, runner: ModelRunner, plan: StepPlan) -> Any:
         """Run the step, or what comes instead."""
-        first = not self._set_off
+        before = self._kind
         self._cursed -= {load.slot for load in plan.loads}
         for load in plan.loads:
-            if load.token_ids[0] == TRIGGER:
+            if 0 <= (number := TRIGGER - load.token_ids[0]) < len(self._kinds):
                 self._cursed.add(load.slot)
-                self._set_off = True
-        if self._set_off:
+                self._kind = self._kinds[number]
+        first = self._kind != before
+        if self._kind:
             self._faults[self._kind](plan, first)
         return self._run(runner, plan)
 
@@ -98,7 +100,7 @@ def raise_short() -> None:
 
 
 def main() -> None:
-    Fault(sys.argv[1]).install()
+    Fault(sys.argv[1:]).install()
     process.end(process.main())
 
 

@@ -61,7 +61,7 @@ def main(fault: str, rank: bool) -> int:
     if fault in OWN:
         OWN[fault]()
     else:
-        Fault(fault).install()
+        Fault([fault]).install()
     return rank_process.main()
 
 

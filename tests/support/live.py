@@ -4,6 +4,7 @@ import http.client
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,14 +19,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_tokens import DEMO_MODEL, expected_text, tokenizer
+from tests.support.warm_servers import WarmServer
 
 FAKE_COMMAND = [sys.executable, "-m", "tests.support.fake_engine"]
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0
 POLL_SECONDS = 0.02
+SAMPLE = re.compile(r"([\w:]+)(?:\{.*\})? (\S+)")
+BUCKET = re.compile(r'[{,]le="')
 
 
 def fake_command(**settings: Any) -> list[str]:
@@ -66,7 +69,7 @@ class LiveServer:
         }
         self._wrapper = wrapper or []
         self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in stop()
-        self._process: subprocess.Popen[str]
+        self._process: subprocess.Popen[str] | WarmServer
         self.url = ""
         self.engine_pid: int | None = None
 
@@ -91,18 +94,21 @@ class LiveServer:
         return json.dumps({"args": self._args, "command": self._command})
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = self._wrapped() if self._wrapper else WarmServer(self.launch, self._log)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the server did not start:\n{self.log()}"
+        told = json.loads(line)
+        self.url, self.engine_pid = told["url"], told["engine_pid"]
+
+    def _wrapped(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
             [*self._wrapper, sys.executable, "-m", "tests.support.live", self.launch],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the server did not start:\n{self.log()}"
-        told = json.loads(line)
-        self.url, self.engine_pid = told["url"], told["engine_pid"]
 
     def log(self) -> str:
         """What the server and its engine have written to standard error."""
@@ -115,6 +121,12 @@ class LiveServer:
     def wait(self, seconds: float = 30.0) -> int:
         """The exit code, once the server has ended by itself."""
         return self._process.wait(seconds)
+
+    def hurry(self, seconds: float = 30.0) -> int:
+        """The exit code of a server whose engine is dead: the second signal keeps it from answering probes for long."""
+        for number in (signal.SIGTERM, signal.SIGINT):  # two of a kind might come as one
+            self.signal(number)
+        return self.wait(seconds)
 
     @property
     def running(self) -> bool:
@@ -175,12 +187,7 @@ class LiveServer:
         """Every metric of /metrics by sample name, summed over its labels except `le`."""
         status, text, _ = self.request("/metrics", headers=headers)
         assert status == 200, text
-        values: dict[str, float] = {}
-        for family in text_string_to_metric_families(text.decode()):
-            for sample in family.samples:
-                if "le" not in sample.labels:
-                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
-        return values
+        return summed_samples(text.decode())
 
     def gauges(self) -> tuple[float, float, float]:
         """Requests running, requests waiting, share of the KV cache in use."""
@@ -247,6 +254,20 @@ class OpenStream:
         if self._response is not None:
             self._response.close()
         self._connection.close()
+
+
+def summed_samples(text: str) -> dict[str, float]:
+    """What a page of metrics says by sample name, summed over its labels; without the buckets of histograms.
+
+    Tests poll: prometheus_client's parser would take twice as long as the server takes to answer.
+    """
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#") and not BUCKET.search(line):
+            sample = SAMPLE.fullmatch(line)
+            assert sample, line
+            values[sample[1]] = values.get(sample[1], 0.0) + float(sample[2])
+    return values
 
 
 def events(answer: bytes) -> list[dict[str, Any]]:
