@@ -61,7 +61,11 @@ class Forker:
 
     def end(self) -> None:
         if self._process is not None:
-            self._process.communicate()
+            try:
+                self._process.communicate(timeout=10.0)
+            except subprocess.TimeoutExpired:  # whoever was forked from this process may have its input open
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
 
     def _ask(self, job: dict[str, Any]) -> int:
         """The exit code of a job; a test that is interrupted takes the job with it."""

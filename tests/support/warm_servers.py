@@ -96,8 +96,12 @@ class Forker:
         socket.send_fds(self._connection, [job], files)
 
     def end(self) -> None:
+        self._connection.shutdown(socket.SHUT_RDWR)  # whoever else was forked from here may have it open
         self._connection.close()
-        self._process.wait()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def forked_job(connection: socket.socket) -> tuple[str, dict[str, str]]:
