@@ -61,8 +61,8 @@ def plan_spec(
     (their number then stays below `mapping_limit`), the device's granularity for device handles, 1 where granules
     are rows of a tensor. It has about `granule_tokens_hint` tokens: fewer where the budget would not give each slot
     one, more where there would be too many mappings. There are never more granules than full slots take (rounded up
-    to blocks), and `max_tokens` is never more than all granules hold, so a budget below one sequence shortens the
-    sequences.
+    to blocks where all of that allows it), and `max_tokens` is never more than all granules hold, so a budget below one
+    sequence shortens the sequences.
 
     `unit`: granules have a multiple of so many tokens.
 
@@ -97,7 +97,9 @@ def plan_spec(
             f"{unit * token_bytes / 2**30:.4g} GiB ({unit} tokens); raise --kv_cache_gib"
         )
     block = _block_granules(block_bytes // (granule_tokens * max(group.token_bytes for group in groups)), pool, length)
-    pool = _whole_blocks(block, pool, most)
+    pool, rounded = pool // block * block, -(-pool // block) * block
+    if rounded <= most and (limit is None or worst_mappings(len(groups), rounded, num_slots) <= limit):
+        pool = rounded
     host = host_bytes // (granule_tokens * token_bytes)
     max_tokens = min(length, pool) * granule_tokens
     split = pool // block // 2 if block > 1 else 0
@@ -117,9 +119,3 @@ def _block_granules(wanted: int, pool: int, length: int) -> int:
     while block > 1 and (pool < FEWEST_BLOCKS * block or block > length):
         block //= 2
     return block
-
-
-def _whole_blocks(block: int, pool: int, most: int) -> int:
-    """The pool as whole blocks: rounded up if `most` granules allow it, else down."""
-    rounded = -(-pool // block) * block
-    return rounded if rounded <= most else pool // block * block

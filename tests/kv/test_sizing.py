@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from bladellm_kernels.kv_format import KV_FORMATS
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bladellm_runtime.errors import ConfigError
@@ -50,6 +50,7 @@ def test_groups_cover_every_layer_once(num_layers, layer_bytes, per_group):
     planes=st.integers(0, 2),
     host=st.integers(0, 1 << 34),
 )
+@example(26, 1, 1, 8, 1, 136314880, 2, 131073, 1, 4096, 1 << 20, 0, 0)
 def test_a_plan_keeps_its_promises(
     layers, per_group, heads, head_dim, width, budget, num_slots, max_len, hint, page, block, planes, host
 ):
