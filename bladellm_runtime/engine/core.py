@@ -282,7 +282,7 @@ class EngineCore:
         self._scheduler.check()
 
     def close(self) -> None:
-        """Wait for the steps in flight, then release the runner's memory; of a lost device nothing is."""
+        """Wait for the steps in flight, then release the runner's memory; a lost device keeps what it has."""
         if self._constraints is not None:
             self._constraints.close()
         try:
