@@ -44,3 +44,18 @@ def let_next_start(EARLY: tl.constexpr) -> None:
     """Allow the next kernel on the stream to start its programs where there is room for them."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def clock() -> tl.tensor:
+    """Nanoseconds, the lower 32 bits; a Hopper counts them in steps of 32."""
+    return tl.inline_asm_elementwise("mov.u32 $0, %globaltimer_lo;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def stay_until(leaves: tl.tensor) -> None:
+    """Keep a program on its multiprocessor until a time of `clock`, less than 2 s from now: programs of the next kernel
+    start where there is room for them, and two would share a place that is left early."""
+    # The clock overflows every 4 s, its differences do not.
+    while clock() - leaves < 0:
+        pass

@@ -33,7 +33,7 @@ from bladellm_kernels.decode_states_triton import (
     store_partial,
 )
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.early_launch import clock, early_launch, let_next_start, stay_until, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
@@ -109,7 +109,9 @@ def ragged_decode_kernel(
         span = next_span
         numbers = next_numbers
         granule = next_granule
-    _stay(leaves, SHAPE)
+    if SHAPE.stay_ns > 0:
+        # Any program: those of few short sequences end at different times too.
+        stay_until(leaves)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,28 +125,13 @@ def _linger(without_work: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
     """
     leaves = 0
     if SHAPE.stay_ns > 0:
-        leaves = _clock() + SHAPE.stay_ns
+        leaves = clock() + SHAPE.stay_ns
     if SHAPE.idle_ns > 0:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [without_work.to(tl.int32) * SHAPE.idle_ns],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     return leaves
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _stay(leaves: tl.tensor, SHAPE: tl.constexpr) -> None:
-    """Keep any program until it may leave: those of few short sequences end at different times too."""
-    if SHAPE.stay_ns > 0:
-        # The clock overflows every 4 s, its differences do not.
-        while _clock() - leaves < 0:
-            pass
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _clock() -> tl.tensor:
-    """Nanoseconds, the lower 32 bits; a Hopper counts them in steps of 32."""
-    return tl.inline_asm_elementwise("mov.u32 $0, %globaltimer_lo;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
