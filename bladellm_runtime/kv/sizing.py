@@ -2,6 +2,8 @@
 
 import math
 import mmap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bladellm_runtime.errors import ConfigError
@@ -79,16 +81,16 @@ def plan_spec(
     token_bytes = sum(group.token_bytes for group in groups) + scale_token_bytes
     unit = math.lcm(unit, granule_unit(groups, page_bytes))
     limit = mapping_limit() if page_bytes == mmap.PAGESIZE else None
+    mappable = partial(_are_mappable, limit, len(groups), num_slots)
     granule_tokens = _first_granule(unit, granule_tokens_hint, budget_bytes // (num_slots * token_bytes))
     while True:
         most = budget_bytes // (granule_tokens * token_bytes)
         length = min(-(-max_model_len // granule_tokens), most)
         pool = min(most, num_slots * length)
-        fits = limit is None or worst_mappings(len(groups), pool, num_slots) <= limit
-        if fits or granule_tokens >= max_model_len:
+        if mappable(pool) or granule_tokens >= max_model_len:
             break
         granule_tokens += granule_tokens
-    if limit is not None and not fits:
+    if limit is not None and not mappable(pool):
         # A granule is a whole sequence by now, so there is at most one a slot: two mappings each, and one more.
         pool = ((limit - 1) // len(groups) - 1) // 2
     if pool < 1:
@@ -97,13 +99,15 @@ def plan_spec(
             f"{unit * token_bytes / 2**30:.4g} GiB ({unit} tokens); raise --kv_cache_gib"
         )
     block = _block_granules(block_bytes // (granule_tokens * max(group.token_bytes for group in groups)), pool, length)
-    pool, rounded = pool // block * block, -(-pool // block) * block
-    if rounded <= most and (limit is None or worst_mappings(len(groups), rounded, num_slots) <= limit):
-        pool = rounded
+    pool = _whole_blocks(block, pool, lambda granules: granules <= most and mappable(granules))
     host = host_bytes // (granule_tokens * token_bytes)
     max_tokens = min(length, pool) * granule_tokens
     split = pool // block // 2 if block > 1 else 0
     return KvSpec(groups, granule_tokens, pool, num_slots, max_tokens, block, split, scale_token_bytes, host)
+
+
+def _are_mappable(limit: int | None, num_groups: int, num_slots: int, granules: int) -> bool:
+    return limit is None or worst_mappings(num_groups, granules, num_slots) <= limit
 
 
 def _first_granule(unit: int, hint: int, tokens_per_slot: int) -> int:
@@ -119,3 +123,9 @@ def _block_granules(wanted: int, pool: int, length: int) -> int:
     while block > 1 and (pool < FEWEST_BLOCKS * block or block > length):
         block //= 2
     return block
+
+
+def _whole_blocks(block: int, pool: int, may_be: Callable[[int], bool]) -> int:
+    """The pool as whole blocks: rounded up where that many granules may be, else down."""
+    rounded = -(-pool // block) * block
+    return rounded if may_be(rounded) else pool // block * block

@@ -53,9 +53,19 @@ def clock() -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def stay_until(leaves: tl.tensor) -> None:
-    """Keep a program on its multiprocessor until a time of `clock`, less than 2 s from now: programs of the next kernel
-    start where there is room for them, and two would share a place that is left early."""
-    # The clock overflows every 4 s, its differences do not.
-    while clock() - leaves < 0:
-        pass
+def leave_after(STAY: tl.constexpr) -> tl.tensor:
+    """When a program may leave its multiprocessor that stays for STAY ns from now; for `stay_until`."""
+    leaves = 0
+    if STAY > 0:
+        leaves = clock() + STAY
+    return leaves
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def stay_until(leaves: tl.tensor, STAY: tl.constexpr) -> None:
+    """Keep a program, also one with work, on its multiprocessor: programs of the next kernel start where there is room
+    for them, and two would share one that is left early. STAY: as in `leave_after`; 0 for not at all."""
+    if STAY > 0:
+        # The clock overflows every 4 s, its differences do not.
+        while clock() - leaves < 0:
+            pass

@@ -33,7 +33,7 @@ from bladellm_kernels.decode_states_triton import (
     store_partial,
 )
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.early_launch import clock, early_launch, let_next_start, stay_until, wait_for_inputs
+from bladellm_kernels.early_launch import early_launch, leave_after, let_next_start, stay_until, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
@@ -109,9 +109,7 @@ def ragged_decode_kernel(
         span = next_span
         numbers = next_numbers
         granule = next_granule
-    if SHAPE.stay_ns > 0:
-        # Any program: those of few short sequences end at different times too.
-        stay_until(leaves)
+    stay_until(leaves, SHAPE.stay_ns)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,9 +121,7 @@ def _linger(without_work: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
     and since each linear layer starts beside the one before it that goes on through the whole step (on an H200 4.8 ms
     instead of 4.3 for one sequence of 512 tokens).
     """
-    leaves = 0
-    if SHAPE.stay_ns > 0:
-        leaves = clock() + SHAPE.stay_ns
+    leaves = leave_after(SHAPE.stay_ns)
     if SHAPE.idle_ns > 0:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [without_work.to(tl.int32) * SHAPE.idle_ns],
