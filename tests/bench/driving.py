@@ -15,7 +15,7 @@ from bladellm_tools.bench.workload import plan_requests
 
 DISTURBED_SECONDS = 0.0003
 """Of lateness, the client's and the mock's at p99 together."""
-TRIALS = 3
+TRIALS = 6
 
 
 def closed(streams: int, requests: int) -> tuple[Load, LevelArgs]:
