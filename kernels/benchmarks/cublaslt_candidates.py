@@ -92,12 +92,12 @@ class Candidate:
     @property
     def schedule(self) -> CublasLtSchedule:
         product = self.prepared.product
-        version, dtype = self.prepared.lt.library.version, str(product.dtype).removeprefix("torch.")
+        version, dtype = self.prepared.lt.api.version, str(product.dtype).removeprefix("torch.")
         return CublasLtSchedule(self.algorithm.text, version, dtype, product.by_rows)
 
     @property
     def name(self) -> str:
-        return described(config(self.prepared.lt.library, self.algorithm), self.prepared.product.by_rows)
+        return described(config(self.prepared.lt.api, self.algorithm), self.prepared.product.by_rows)
 
     def work(self, problem: Problem) -> Work:
         return partial(_run, self.prepared, self.algorithm, problem)
@@ -109,7 +109,7 @@ def _run(prepared: PreparedProduct, algorithm: Algorithm, problem: Problem, weig
     residual = problem.out.data_ptr() if problem.adds else 0
     stream = torch.cuda.current_stream().cuda_stream
     status = prepared.run(problem.x.data_ptr(), weight.data_ptr(), bias, residual, problem.out.data_ptr(), stream)
-    prepared.lt.library.check("cublasLtMatmul", status)
+    prepared.lt.api.check("cublasLtMatmul", status)
 
 
 def described(values: dict[ConfigAttribute, int], by_rows: bool) -> str:
@@ -139,7 +139,7 @@ def variations(library: Library, algorithm: Algorithm) -> Iterator[dict[ConfigAt
 
 def neighbours(prepared: PreparedProduct, algorithm: Algorithm) -> list[Algorithm]:
     """Algorithms that run and differ in one thing."""
-    library = prepared.lt.library
+    library = prepared.lt.api
     others = [changed(library, algorithm, values) for values in variations(library, algorithm)]
     return [other for other in others if other is not None and prepared.runs(other)]
 

@@ -68,7 +68,7 @@ class CublasLt:
         """Raises CublasLtError, or RuntimeError while a graph is captured: call it once before."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("cuBLASLt takes memory at its first call: call it before capturing a graph")
-        self.library = library
+        self.api = library
         handle = c_void_p()
         with torch.cuda.device(device):
             library.call("cublasLtCreate", byref(handle))
@@ -85,7 +85,7 @@ class PreparedProduct:
     def __init__(self, lt: CublasLt, product: Product) -> None:
         """Raises CublasLtError where the library has no such matrices."""
         self.lt, self.product = lt, product
-        library, kind = lt.library, TYPES[product.dtype]
+        library, kind = lt.api, TYPES[product.dtype]
         self._operation = Owned(library, "MatmulDesc", COMPUTE_32F, DataType.R_32F)
         turned = DescAttribute.TRANSB if product.by_rows else DescAttribute.TRANSA
         self._operation.set(turned, c_int32(TRANSPOSED))
@@ -112,9 +112,9 @@ class PreparedProduct:
         """What the library's heuristic proposes for so many bytes of workspace, the best first, each once."""
         found: dict[str, Algorithm] = {}
         for workspace in workspaces:
-            preference = _preference(self.lt.library, workspace)
+            preference = _preference(self.lt.api, workspace)
             results, count = (HeuristicResult * requested)(), c_int()
-            status = self.lt.library.functions.cublasLtMatmulAlgoGetHeuristic(
+            status = self.lt.api.functions.cublasLtMatmulAlgoGetHeuristic(
                 *(self.lt.handle, self._operation.handle, *self._layouts),
                 *(preference.handle, requested, results, byref(count)),
             )
@@ -127,21 +127,21 @@ class PreparedProduct:
     def runs(self, algorithm: Algorithm) -> bool:
         """Whether an algorithm computes this product, sums in float32, within the workspace."""
         result = HeuristicResult()
-        status = self.lt.library.functions.cublasLtMatmulAlgoCheck(
+        status = self.lt.api.functions.cublasLtMatmulAlgoCheck(
             self.lt.handle, self._operation.handle, *self._layouts, byref(algorithm), byref(result)
         )
         if status != 0 or result.workspace > WORKSPACE_BYTES:
             return False
-        scheme = config(self.lt.library, algorithm)[ConfigAttribute.REDUCTION_SCHEME]
+        scheme = config(self.lt.api, algorithm)[ConfigAttribute.REDUCTION_SCHEME]
         if scheme not in (Reduction.NONE, Reduction.COMPUTE_TYPE):
             return False
-        apart = capability(self.lt.library, algorithm, CapAttribute.OUT_OF_PLACE_RESULT_SUPPORT)
+        apart = capability(self.lt.api, algorithm, CapAttribute.OUT_OF_PLACE_RESULT_SUPPORT)
         return self.product.in_place or bool(apart)
 
     def choose(self, algorithm: Algorithm) -> None:
         """Compute by this algorithm from now on, one that `runs`."""
         self._algorithm, self._chosen = algorithm, ctypes.addressof(algorithm)
-        wanted = (capability(self.lt.library, algorithm, attribute) for attribute in MIN_ALIGNMENTS)
+        wanted = (capability(self.lt.api, algorithm, attribute) for attribute in MIN_ALIGNMENTS)
         self.alignment = max(ALIGNMENT, *wanted)
 
     def run(self, x: int, weight: int, bias: int, residual: int, out: int, stream: int) -> int:
@@ -160,8 +160,8 @@ class PreparedProduct:
     def _layout(self, rows: int, columns: int, stride: int) -> Owned:
         kind = TYPES[self.product.dtype]
         if not self.product.by_rows:
-            return Owned(self.lt.library, "MatrixLayout", kind, columns, rows, stride)
-        layout = Owned(self.lt.library, "MatrixLayout", kind, rows, columns, stride)
+            return Owned(self.lt.api, "MatrixLayout", kind, columns, rows, stride)
+        layout = Owned(self.lt.api, "MatrixLayout", kind, rows, columns, stride)
         layout.set(LAYOUT_ORDER, c_int32(ORDER_ROW))
         return layout
 

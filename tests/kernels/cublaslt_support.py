@@ -31,7 +31,7 @@ class FakeLibrary:
 
 @dataclass
 class FakeCublasLt:
-    library: FakeLibrary
+    api: FakeLibrary
     workspace: torch.Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.uint8))
 
 
@@ -52,14 +52,14 @@ class FakeProduct:
         self.number = found.data[0]
 
     def run(self, x, weight, bias, residual, out, stream) -> int:
-        product, status = self.product, self.lt.library.statuses.get(self.number, 0)
+        product, status = self.product, self.lt.api.statuses.get(self.number, 0)
         self.launched.append(self.number)
         if status == 0:
             y = self._at(x, product.rows, product.inputs, product.x).double()
             y = y @ self._at(weight, product.outputs, product.inputs, product.weight).double().t()
             y += self._at(bias, 1, product.outputs, product.outputs).double() if bias else 0
             y += self._at(residual, product.rows, product.outputs, product.residual).double() if residual else 0
-            y += self.lt.workspace.view(torch.float32)[0].item() if self.number in self.lt.library.wrong else 0
+            y += self.lt.workspace.view(torch.float32)[0].item() if self.number in self.lt.api.wrong else 0
             self._at(out, product.rows, product.outputs, product.out).copy_(y)
         return status
 

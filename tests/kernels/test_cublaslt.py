@@ -121,12 +121,12 @@ def fake(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(module, "_products", {})
-    monkeypatch.setattr(module, "find_library", lambda: lt.library)
+    monkeypatch.setattr(module, "find_library", lambda: lt.api)
     monkeypatch.setattr(module, "cublaslt", lambda index, library: lt)
     monkeypatch.setattr(module, "PreparedProduct", prepare)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *given: -1, raising=False)
-    return lt.library, made
+    return lt.api, made
 
 
 def use(monkeypatch, schedule, outputs: int, inputs: int) -> None:
@@ -295,7 +295,7 @@ def proposed(lt, x, weight, place=0) -> CublasLtSchedule:
     found = prepared.candidates()
     assert found
     chosen = found[min(place, len(found) - 1)].text
-    return CublasLtSchedule(chosen, lt.library.version, str(x.dtype).removeprefix("torch."))
+    return CublasLtSchedule(chosen, lt.api.version, str(x.dtype).removeprefix("torch."))
 
 
 @pytest.mark.gpu
@@ -369,7 +369,7 @@ def test_layers_take_the_table_on_a_gpu(lt, monkeypatch):
     schedule = proposed(lt, x, weight)
     calls = []
     monkeypatch.setattr(linear_module, "multiply", lambda *given: calls.append(multiply(*given)) or calls[-1])
-    for version in (lt.library.version, lt.library.version + 1):
+    for version in (lt.api.version, lt.api.version + 1):
         monkeypatch.setattr(module, "_products", {})
         use(monkeypatch, CublasLtSchedule(schedule.algorithm, version), 768, 512)
         assert_close(linear(x, weight), linear_reference(x, weight).float(), torch.bfloat16)
