@@ -160,7 +160,7 @@ class Constraints:
         """A copy for one request more; None while it is being compiled. Raises `ConstraintError`."""
         future = self._compiling.get(request_id) or compiler.submit(constraint)
         if future.done() and compiler.is_full(future.result()):
-            future = compiler.submit(constraint)  # others that waited for the same copy were faster
+            future = compiler.submit(constraint, again=True)  # others that waited for the same copy were faster
         self._compiling[request_id] = future
         return future.result() if future.done() else None
 

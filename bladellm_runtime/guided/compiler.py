@@ -93,11 +93,12 @@ class Compiler:
             self._start(self._work)
         self._start(self._watch)
 
-    def submit(self, constraint: Constraint) -> "Future[Compiled]":
+    def submit(self, constraint: Constraint, again: bool = False) -> "Future[Compiled]":
         """The compiled constraint, some time later. The future's exception is a `ConstraintError`.
 
         Equal constraints share one compilation, which nobody can cancel; of a constraint whose copies all have many
-        matchers, it is a further copy, while that may be made. Never waits.
+        matchers, it is a further copy, while that may be made. Never waits. again: for a request that has been counted,
+        as one whose copy `is_full` by now.
         """
         key = (constraint.kind.value, constraint.source)
         with self._changed:
@@ -108,15 +109,15 @@ class Compiler:
             kept, jobs = self._cache.take(key), self._jobs.get(key, [])
             missing = self._cache.missing_copies(key)
             if kept is not None and not missing:
-                return self._hit(kept)
+                return self._hit(kept, again)
             job = min(jobs, key=lambda job: job.waiting, default=None)
             if job is not None and (kept is None or job.waiting < MATCHERS_A_COPY or len(jobs) >= missing):
-                self._counts.joined += 1
+                self._counts.joined += not again
                 job.waiting += 1
                 return job.future
             if self._closed or self._stuck >= MAX_STUCK or len(self._waiting) >= MAX_WAITING:
                 if kept is not None:
-                    return self._hit(kept)
+                    return self._hit(kept, again)
                 error = ConstraintError("too many constraints are being compiled; try again later", constraint.field)
                 return _failed(error)
             return self._add(_Job(constraint, key, kept)).future
@@ -170,8 +171,8 @@ class Compiler:
         self._refused.pop(key, None)
         return None
 
-    def _hit(self, kept: Compiled) -> "Future[Compiled]":
-        self._counts.hits += 1
+    def _hit(self, kept: Compiled, again: bool) -> "Future[Compiled]":
+        self._counts.hits += not again
         done: Future[Compiled] = Future()
         done.set_result(kept)
         return done

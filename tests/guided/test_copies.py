@@ -112,9 +112,11 @@ def test_requests_that_come_at_once_do_not_share_one(copying) -> None:
     (compiled,) = {future.result(WAIT_S) for future in futures}
     assert backend.made == 1
     first = [compiler.matcher(compiled) for _ in range(MATCHERS_A_COPY)]
-    rest = [compiler.submit(PEOPLE) for _ in range(64 - MATCHERS_A_COPY)]
+    rest = [compiler.submit(PEOPLE, again=True) for _ in range(64 - MATCHERS_A_COPY)]
     rest_matchers = [compiler.matcher(future.result(WAIT_S)) for future in rest]
     assert loads(first + rest_matchers) == [4] * 16
+    counts = compiler.counts()
+    assert (counts.hits, counts.joined, counts.misses, counts.copies) == (0, 63, 1, 15), "each request counts once"
 
 
 @pytest.mark.parametrize("copying", [{"copies": 8}], indirect=True)
