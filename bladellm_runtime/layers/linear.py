@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.linear import linear, linear_silu_mul
 from bladellm_kernels.linear_schedules import MANY_ROWS, MAX_ROWS
-from bladellm_kernels.normed_linear import linear_add, normed_linear, normed_linear_silu_mul, norms_schedule
+from bladellm_kernels.normed_linear import (
+    linear_add,
+    linear_between_norms,
+    normed_linear,
+    normed_linear_silu_mul,
+    norms_schedule,
+)
 from bladellm_kernels.silu_mul import silu_mul
 
 from bladellm_runtime.layers.norm import RmsNorm
@@ -67,6 +73,10 @@ class LinearLayer(ABC):
         """`silu(gate) · up` of the layer of a norm, of [T, in] -> [T, out / 2]; the gate's outputs first."""
         return silu_mul(self.normed(norm))
 
+    def between_norms(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer of x [T, in] -> [T, out] among layers that fuse: by a kernel like theirs, where there is one."""
+        return self(x)
+
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, DelayedNorm]:
@@ -118,6 +128,9 @@ class Linear(LinearLayer):
         if self.bias is not None:
             return silu_mul(self.normed(norm))
         return normed_linear_silu_mul(norm, self.weight)
+
+    def between_norms(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_between_norms(x, self.weight, self.bias)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float

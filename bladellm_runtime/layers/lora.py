@@ -105,6 +105,9 @@ class LinearWithLoRA(LinearLayer):
     def normed_silu_mul(self, norm: DelayedNorm) -> torch.Tensor:
         return self.layer.normed_silu_mul(norm) if self._is_plain else super().normed_silu_mul(norm)
 
+    def between_norms(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer.between_norms(x) if self._is_plain else super().between_norms(x)
+
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, DelayedNorm]:

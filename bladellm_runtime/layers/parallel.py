@@ -57,7 +57,7 @@ class RowParallelLinear(LinearLayer):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, DelayedNorm]:
-        return self._communicator.add_delayed_norm(self.layer(x), residual, norm_weight, eps)
+        return self._communicator.add_delayed_norm(self.layer.between_norms(x), residual, norm_weight, eps)
 
 
 class VocabParallelEmbedding(Embedding):

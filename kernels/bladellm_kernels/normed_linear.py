@@ -62,6 +62,24 @@ def normed_linear_silu_mul(norm: DelayedNorm, weight: torch.Tensor, out: torch.T
     return _launch_normed(schedule, norm, weight, None, out, 2)
 
 
+def linear_between_norms(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x · weightᵀ + bias` between layers with norms, by their kernel: one of another kind would take the places on the
+    multiprocessors that the next layer starts on. A step of 8 rows of two ranks took 3.75 ms so instead of 2.69.
+
+    x: [M, K]; weight: [N, K]; bias: [N]; all of one floating-point type and device. Returns [M, N]. Raises ValueError
+    naming the argument that is wrong.
+    """
+    schedule = norms_schedule(len(x), weight) if _takes(x, weight) else None
+    if schedule is None:
+        return linear(x, weight, bias)
+    check_arguments(x, weight, bias, None, None, len(weight))
+    from bladellm_kernels.linear_launch import LinearCall, launch
+
+    out = x.new_empty(len(x), len(weight))
+    launch(LinearCall(x, weight, bias, None, out, 1), schedule)
+    return out
+
+
 def linear_add(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -8,6 +8,7 @@ from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.linear_schedules import ScheduleTable
 from bladellm_kernels.normed_linear import (
     linear_add,
+    linear_between_norms,
     normed_linear,
     normed_linear_silu_mul,
     norms_schedule,
@@ -79,6 +80,16 @@ def test_the_norm_behind_is_that_of_the_stream(dtype, device):
         assert_norm_of(norm, stream, norm_weight)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_between_norms_is_one_alone(dtype, device):
+    for sizes in SIZES:
+        x, weight, bias, *_ = tensors(sizes, dtype, device)
+        expected = x.double() @ weight.double().t()
+        assert_close(linear_between_norms(x, weight), expected.float(), dtype)
+        assert_close(linear_between_norms(x, weight, bias), (expected + bias.double()).float(), dtype)
+
+
 def assert_norm_of(norm: DelayedNorm, stream: torch.Tensor, norm_weight: torch.Tensor) -> None:
     """Of the stream as it was rounded: the only error is that of float32 sums."""
     assert norm.eps == EPS
@@ -129,6 +140,9 @@ def test_wrong_arguments_are_named(name, change):
         norm = delayed_norm(torch.zeros(2, 16), torch.zeros(16), EPS)
         with pytest.raises(ValueError, match=name):
             normed_linear(norm, **({"weight": torch.zeros(8, 16)} | change))
+    if name in ("x", "weight", "bias"):
+        with pytest.raises(ValueError, match=name):
+            linear_between_norms(**({"x": torch.zeros(2, 16), "weight": torch.zeros(8, 16)} | change))
 
 
 @pytest.mark.gpu
