@@ -8,7 +8,7 @@ import torch
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_tools.quantize.algorithms.fold import Heads, can_fold, fold
 from bladellm_tools.quantize.algorithms.grid import Grid
-from bladellm_tools.quantize.algorithms.layer import GROUPS, LayerWeights
+from bladellm_tools.quantize.algorithms.layer import GATE_UP, GROUPS, QKV, LayerWeights
 from bladellm_tools.quantize.algorithms.smoothquant_plus import ALPHAS, SmoothQuantPlus, divergence, search_alpha
 from tests.quantize.decoders import Decoder, decoder, statistics
 
@@ -20,10 +20,19 @@ GRIDS = [
 
 
 def model_with_outliers(layers: int = 3) -> Decoder:
+    """Both norms of a layer make four channels 16 times larger, of which the weights read 16 times less.
+
+    So the model computes what it did without, but smaller columns are not rounded in smaller steps: the others of their
+    groups make the steps, and the errors count 16 times. That is what smoothing is for: whatever alpha is, the
+    formula's s is 16 times larger in those channels, and undoes them.
+    """
     made = decoder("qwen2", HEADS, layers)
     for layer in made.model.layers:
-        layer.input_layernorm.weight.data[torch.randperm(48)[:2]] *= 8
-        layer.post_attention_layernorm.weight.data[torch.randperm(48)[:2]] *= 8
+        for group in (QKV, GATE_UP):
+            outliers = torch.randperm(48)[:4]
+            layer.get_submodule(group.producer).weight.data[outliers] *= 16
+            for member in group.members:
+                layer.get_submodule(member).weight.data[:, outliers] /= 16
     return made
 
 
