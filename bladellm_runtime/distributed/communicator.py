@@ -5,6 +5,7 @@ operations on tensors are only enqueued, on the current stream, and can be captu
 must call the same operations in the same order, on one stream. A group of one rank needs no communicator at all.
 """
 
+import atexit
 import logging
 import os
 import socket
@@ -46,6 +47,8 @@ and their layers take the GPU longer than the host takes to launch twice as much
 and steps of up to 2,048 tokens are captured."""
 LEAVE_SECONDS = 2.0
 """What NCCL gets to give its memory back: it waits for graphs that somebody may still hold."""
+EXIT_SECONDS = 10.0
+"""What it gets once more when the process ends: NCCL aborts a process whose driver it sees shut down."""
 
 
 class MeetingError(ConfigError):
@@ -240,7 +243,8 @@ def make_communicator(groups: Sequence[Sequence[int]]) -> GroupCommunicator | No
 def disconnect() -> None:
     """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none.
 
-    Between GPUs captured steps must be gone: until then NCCL does not end, and after `LEAVE_SECONDS` it is left alone.
+    Between GPUs captured steps must be gone: until then NCCL does not end, and after `LEAVE_SECONDS` it is left alone
+    until the process ends.
     """
     if not dist.is_initialized():
         return
@@ -253,6 +257,7 @@ def disconnect() -> None:
     leaving.join(LEAVE_SECONDS)
     if leaving.is_alive():
         logger.debug("NCCL did not end in %g s", LEAVE_SECONDS)
+        atexit.register(leaving.join, EXIT_SECONDS)
 
 
 def abort() -> None:

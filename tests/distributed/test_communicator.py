@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,8 +62,9 @@ def test_ranks_that_do_not_come_are_one_sentence():
 
 
 def test_leaving_gpus_waits_for_nobody(monkeypatch):
-    """NCCL's end hangs while somebody holds a graph with its kernels: this process goes on."""
+    """NCCL's end hangs while somebody holds a graph with its kernels: this process goes on, and waits when it ends."""
     aborted, let_go = threading.Event(), threading.Event()
+    at_exit: list[tuple[Callable[[float], None], float]] = []
 
     def hang() -> None:
         aborted.set()
@@ -73,8 +75,12 @@ def test_leaving_gpus_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("waits for the other ranks"))
     monkeypatch.setattr(communicator, "abort", hang)
     monkeypatch.setattr(communicator, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(communicator.atexit, "register", lambda *call: at_exit.append(call))
     started = time.monotonic()
     disconnect()
+    ((join, seconds),) = at_exit
     let_go.set()
+    join(seconds)
     assert aborted.is_set()
+    assert not any(thread.name == "leave-ranks" for thread in threading.enumerate())
     assert time.monotonic() - started < 30.0

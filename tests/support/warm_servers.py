@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -128,7 +129,9 @@ def become_server(out: int, log: int, numbers: int) -> None:
         os.close(out)
         os.close(log)
         os.write(numbers, NUMBER.pack(process))
-        os.write(numbers, NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])))
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with suppress(BrokenPipeError):  # who asked may be gone
+            os.write(numbers, NUMBER.pack(code))
         os._exit(0)
     os.dup2(out, 1)
     os.dup2(log, 2)
