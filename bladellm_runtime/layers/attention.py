@@ -68,8 +68,7 @@ class Attention:
         """
         kv = batch.kv.layer(self.layer)
         q = self._store(stream.linear(self.qkv), kv, batch, cos, sin)
-        attended = self._attend(q, kv, batch, stream.next_weight(self.output))
-        return stream.add(self.output, attended.flatten(1), norm)
+        return stream.add(self.output, self._attend(q, kv, batch).flatten(1), norm)
 
     def of_wanted(
         self,
@@ -99,7 +98,6 @@ class Attention:
             self.shape.scale,
             window,
             work=None if batch.workspace is None else batch.workspace.plan(wanted.kv_lens, window, 1),
-            next_weight=stream.next_weight(self.output),
         )
         return kept.add(self.output, attended.flatten(1), norm)
 
@@ -116,18 +114,12 @@ class Attention:
             norms=self.norms, rotate=batch.rotation, out=out,
         )  # fmt: skip
 
-    def _attend(
-        self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, next_weight: torch.Tensor | None
-    ) -> torch.Tensor:
-        """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another.
-
-        next_weight: of what reads the result, asked for in steps of decode rows alone.
-        """
+    def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
         if not batch.num_decode:
             return self._attend_prefills(q, kv, batch, None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decodes = batch.num_decode
-        self._attend_decodes(q[:decodes], kv, batch, out[:decodes], next_weight if decodes == len(q) else None)
+        self._attend_decodes(q[: batch.num_decode], kv, batch, out[: batch.num_decode])
         if batch.prefill_lists is not None:
             tiles = batch.prefill_lists[self.shape.window]
             listed_prefill_attention(q, kv, tiles, self.shape.scale, self.shape.window, out)
@@ -135,22 +127,14 @@ class Attention:
             self._attend_prefills(q, kv, batch, out)
         return out
 
-    def _attend_decodes(
-        self,
-        q: torch.Tensor,
-        kv: KvLayer,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        next_weight: torch.Tensor | None,
-    ) -> None:
+    def _attend_decodes(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         rows = (batch.decode_base_rows, batch.decode_slots, batch.decode_kv_lens)
         scale, window, prefixes = self.shape.scale, self.shape.window, batch.prefixes
         if prefixes is not None and window is None:
-            cascade_decode_attention(q, kv, *rows, scale, prefixes, batch.cascade_work(prefixes), out, next_weight)
+            cascade_decode_attention(q, kv, *rows, scale, prefixes, batch.cascade_work(prefixes), out)
             return
         work = batch.decode_work(window)
-        longest = batch.max_decode_kv_len
-        ragged_decode_attention(q, kv, *rows, longest, scale, window, work=work, out=out, next_weight=next_weight)
+        ragged_decode_attention(q, kv, *rows, batch.max_decode_kv_len, scale, window, work=work, out=out)
 
     def _attend_prefills(
         self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor | None

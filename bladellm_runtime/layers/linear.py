@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.ahead import weight_bytes
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.linear import linear, linear_silu_mul
 from bladellm_kernels.linear_schedules import MANY_ROWS, MAX_ROWS
@@ -34,11 +33,6 @@ class LinearLayer(ABC):
     outputs: int
 
     @property
-    def weight_bytes(self) -> torch.Tensor | None:
-        """What operators in front of it may ask into the cache, uint8 [rows, bytes of a row]; None for nothing."""
-        return None
-
-    @property
     def takes_parts(self) -> bool:
         """Whether some of a step's rows can be given without the others."""
         return True
@@ -47,14 +41,9 @@ class LinearLayer(ABC):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same type, a new tensor or `out`."""
 
-    def silu_mul(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, next_weight: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`silu(gate) · up` of the layer of x [T, in] -> [T, out / 2], or in `out`; the gate's outputs first.
-
-        next_weight: what reads the result, as `weight_bytes`.
-        """
-        return silu_mul(self(x), out=out, next_weight=next_weight)
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`silu(gate) · up` of the layer of x [T, in] -> [T, out / 2], or in `out`; the gate's outputs first."""
+        return silu_mul(self(x), out=out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         """Add the layer of x [T, in] to residual [T, out], in place, where that saves a kernel. Whether it did."""
@@ -115,15 +104,9 @@ class Linear(LinearLayer):
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
-    @property
-    def weight_bytes(self) -> torch.Tensor | None:
-        return weight_bytes(self.weight)
-
-    def silu_mul(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, next_weight: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is not None or len(x) < MANY_ROWS:
-            return super().silu_mul(x, out, next_weight)
+            return super().silu_mul(x, out)
         return linear_silu_mul(x, self.weight, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:

@@ -68,16 +68,8 @@ class LinearWithLoRA(LinearLayer):
         # Adapters are those of all rows of a step.
         return self._is_plain and self.layer.takes_parts
 
-    @property
-    def weight_bytes(self) -> torch.Tensor | None:
-        return self.layer.weight_bytes
-
-    def silu_mul(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, next_weight: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if self._is_plain:
-            return self.layer.silu_mul(x, out, next_weight)
-        return super().silu_mul(x, out, next_weight)
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer.silu_mul(x, out) if self._is_plain else super().silu_mul(x, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         return self._is_plain and self.layer.add_to(residual, x)
@@ -167,12 +159,10 @@ class ColParaLinearWithSliceLoRA(LinearWithLoRA):
 
     slices = 2
 
-    def silu_mul(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, next_weight: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         adapters, weights = self._state.adapters, self.weights
         if adapters is None:
-            return self.layer.silu_mul(x, out, next_weight)
+            return self.layer.silu_mul(x, out)
         if riding := self._riding:
             y = riding[0].silu_mul(x, adapters)
         else:

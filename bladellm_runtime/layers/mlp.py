@@ -14,4 +14,4 @@ class GatedMlp:
 
     def __call__(self, stream: Stream, norm: RmsNorm) -> Stream:
         """Reads the stream's norm and adds to it. `norm`: of what reads it next."""
-        return stream.add(self.down, stream.silu_mul(self.gate_up, self.down), norm)
+        return stream.add(self.down, stream.silu_mul(self.gate_up), norm)

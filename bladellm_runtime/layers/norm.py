@@ -5,21 +5,17 @@ from bladellm_kernels.rms_norm import add_rms_norm, gather_add_rms_norm, rms_nor
 
 
 class RmsNorm:
-    """Normalises the last dimension; weight [N]. rows: those normalised alone, int64 [R]; None for all.
-
-    next_weight: of the linear layer that reads the norm, as its `weight_bytes`; None where nothing is asked for.
-    """
+    """Normalises the last dimension; weight [N]. rows: those normalised alone, int64 [R]; None for all."""
 
     rows: torch.Tensor | None = None
 
-    def __init__(self, weight: torch.Tensor, eps: float, next_weight: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
-        self.next_weight = next_weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., N] -> normed [..., N]."""
-        return rms_norm(x, self.weight, self.eps, next_weight=self.next_weight)
+        return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual stream, in place, and normalise it; without a residual yet, x is the stream.
@@ -27,12 +23,12 @@ class RmsNorm:
         Returns (normed, residual), both of x's shape.
         """
         if residual is None:
-            return self(x), x
-        return add_rms_norm(x, residual, self.weight, self.eps, total=residual, next_weight=self.next_weight)
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps, total=residual)
 
     def of(self, rows: torch.Tensor | None) -> "RmsNorm":
         """This norm in `rows`, int64 [R], alone; itself for None, all rows."""
-        return self if rows is None else RowsRmsNorm(self.weight, self.eps, rows, self.next_weight)
+        return self if rows is None else RowsRmsNorm(self.weight, self.eps, rows)
 
 
 class RowsRmsNorm(RmsNorm):
@@ -40,13 +36,11 @@ class RowsRmsNorm(RmsNorm):
 
     rows: torch.Tensor
 
-    def __init__(
-        self, weight: torch.Tensor, eps: float, rows: torch.Tensor, next_weight: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(weight, eps, next_weight)
+    def __init__(self, weight: torch.Tensor, eps: float, rows: torch.Tensor) -> None:
+        super().__init__(weight, eps)
         self.rows = rows
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The normed sum in the rows, [R, N], and the stream [T, N] as it was: nothing more will be added to it."""
-        normed = gather_add_rms_norm(x, residual, self.rows, self.weight, self.eps, next_weight=self.next_weight)
+        normed = gather_add_rms_norm(x, residual, self.rows, self.weight, self.eps)
         return normed, x if residual is None else residual

@@ -25,10 +25,6 @@ class RowParallelLinear(LinearLayer):
         self.outputs = layer.outputs
         self._communicator = communicator
 
-    @property
-    def weight_bytes(self) -> torch.Tensor | None:
-        return self.layer.weight_bytes
-
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._communicator.all_reduce(self.layer(x, out))
 
@@ -85,10 +81,6 @@ class VocabParallelHead(LinearLayer):
         self.outputs = vocab_size
         self._communicator = communicator
         self._vocab_size = vocab_size
-
-    @property
-    def weight_bytes(self) -> torch.Tensor | None:
-        return self.layer.weight_bytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._join(self.layer(x), out)

@@ -23,11 +23,8 @@ class ResidualStream(Protocol):
     def linear(self, layer: LinearLayer) -> torch.Tensor:
         """layer(norm), [T, out]."""
 
-    def silu_mul(self, gate_up: LinearLayer, down: LinearLayer) -> torch.Tensor:
-        """`silu(gate) · up` of gate_up(norm), [T, out / 2]; the gate's outputs first. down: what reads it."""
-
-    def next_weight(self, layer: LinearLayer) -> torch.Tensor | None:
-        """What attention is to ask for of the layer that reads it; None where that asks itself."""
+    def silu_mul(self, gate_up: LinearLayer) -> torch.Tensor:
+        """`silu(gate) · up` of gate_up(norm), [T, out / 2]; the gate's outputs first."""
 
     def add(self, layer: LinearLayer, y: torch.Tensor, norm: RmsNorm) -> Self:
         """The stream with layer(y), y [T, in], added in place, normalised by `norm`. This one is used up."""
@@ -71,16 +68,13 @@ class NormedStream:
             layer(self._normed[rows], y[rows])
         return y
 
-    def silu_mul(self, gate_up: LinearLayer, down: LinearLayer) -> torch.Tensor:
+    def silu_mul(self, gate_up: LinearLayer) -> torch.Tensor:
         if not self._parts:
-            return gate_up.silu_mul(self._normed, next_weight=down.weight_bytes)
+            return gate_up.silu_mul(self._normed)
         y = self._normed.new_empty(len(self._normed), gate_up.outputs // 2)
         for rows in self._finished():
             gate_up.silu_mul(self._normed[rows], y[rows])
         return y
-
-    def next_weight(self, layer: LinearLayer) -> torch.Tensor | None:
-        return layer.weight_bytes
 
     def add(self, layer: LinearLayer, y: torch.Tensor, norm: RmsNorm) -> Self:
         total = self.total
@@ -115,11 +109,8 @@ class FusedStream:
     def linear(self, layer: LinearLayer) -> torch.Tensor:
         return layer.normed(self.norm)
 
-    def silu_mul(self, gate_up: LinearLayer, down: LinearLayer) -> torch.Tensor:
+    def silu_mul(self, gate_up: LinearLayer) -> torch.Tensor:
         return gate_up.normed_silu_mul(self.norm)
-
-    def next_weight(self, layer: LinearLayer) -> torch.Tensor | None:
-        return None
 
     def add(self, layer: LinearLayer, y: torch.Tensor, norm: RmsNorm) -> Self:
         return type(self)(*layer.add(y, self.total, norm.weight, norm.eps))

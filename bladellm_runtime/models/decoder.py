@@ -69,17 +69,15 @@ class DecoderLayer:
         def row_parallel(name: str) -> LinearLayer:
             return linear(name) if communicator is None else RowParallelLinear(linear(name), communicator)
 
-        def norm(name: str, behind: str | None = None) -> RmsNorm:
-            """behind: the linear layer that reads it."""
-            weight = weights.tensors[f"layers.{layer}.{name}.weight"]
-            return RmsNorm(weight, spec.rms_norm_eps, None if behind is None else linear(behind).weight_bytes)
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(weights.tensors[f"layers.{layer}.{name}.weight"], spec.rms_norm_eps)
 
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer])
         q_norm, k_norm = (norm("q_norm"), norm("k_norm")) if spec.qk_norm else (None, None)
-        self.input_norm = norm("input_norm", "qkv")
+        self.input_norm = norm("input_norm")
         state = None if weights.lora is None else weights.lora.state
         self.attention = Attention(layer, shape, linear("qkv"), row_parallel("output"), q_norm, k_norm, state)
-        self.mlp_norm = norm("mlp_norm", "gate_up")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedMlp(linear("gate_up"), row_parallel("down"))
 
     def __call__(
@@ -127,8 +125,8 @@ class Decoder:
         self.norm = self.layers[0].input_norm
         self.head: LinearLayer | None = None
         if ends.last:
+            self.norm = RmsNorm(weights.tensors["norm.weight"], spec.rms_norm_eps)
             self.head = _head(spec, weights, communicator)
-            self.norm = RmsNorm(weights.tensors["norm.weight"], spec.rms_norm_eps, self.head.weight_bytes)
         self.device = self.norm.weight.device
         self.dtype = self.norm.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)

@@ -140,12 +140,11 @@ def cascade_decode_attention(
     prefixes: SharedPrefixes,
     work: CascadeWork | None,
     out: torch.Tensor,
-    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ragged_decode_attention` with one query a sequence and no window. Reads what sequences share from the memory of
     one of them.
 
-    work: planned with `prefixes` for the step on CUDA, None on a CPU. next_weight: as there. Returns `out`, like q.
+    work: planned with `prefixes` for the step on CUDA, None on a CPU. Returns `out`, like q.
     """
     if work is None:
         return _attend_parts(q, kv, base_rows, slots, kv_lens, scale, prefixes, out)
@@ -154,7 +153,7 @@ def cascade_decode_attention(
 
     launch_segments(q, kv, work.base_rows, work.slots, work.lens, scale, work.shared, out)
     launch_segments(q, kv, base_rows, slots, kv_lens, scale, work.own, out)
-    merge_segments(work.own, out, work.shared, work.places, next_weight)
+    merge_segments(work.own, out, work.shared, work.places)
     return out
 
 

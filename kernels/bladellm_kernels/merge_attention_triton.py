@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.ahead_triton import ahead_arguments, ask_ahead
 from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.power_of_two import power_of_two
@@ -102,16 +101,12 @@ def merge_segments_kernel(
     out: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
-    ahead: tl.tuple,
     QUERY_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    LANES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (i, row) merges a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of `merges`.
@@ -123,9 +118,6 @@ def merge_segments_kernel(
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     row = tl.program_id(1)
-    # Not before: the kernel starts early, and attention would have to share the memory.
-    program, programs = tl.program_id(0) * tl.num_programs(1) + row, tl.num_programs(0) * tl.num_programs(1)
-    ask_ahead(ahead, program, programs, PIECES, PIECE, LANES)
     column = tl.arange(0, COLUMNS)
     for index in range(tl.program_id(0), number, tl.num_programs(0)):
         sequence = tl.load(merges + 1 + index)
@@ -216,17 +208,10 @@ def _part(output: torch.Tensor, lse: torch.Tensor) -> Part:
     return Part(output, output.stride(0), output.stride(1), lse, lse.stride(0), lse.stride(1))
 
 
-def merge_segments(
-    work: DecodeWork,
-    out: torch.Tensor,
-    shared: DecodeWork | None = None,
-    places: Any = None,
-    next_weight: torch.Tensor | None = None,
-) -> None:
+def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | None = None, places: Any = None) -> None:
     """Write the rows of sequences that are several segments, or none.
 
     shared: what is read once for several sequences; places: int64 [B], of each sequence among the members of those.
-    next_weight: what reads `out`, as `weight_bytes` returns it, to be asked for meanwhile.
     """
     heads, head_dim = out.shape[1:]
     rows, columns = work.partial.shape[1], power_of_two(head_dim)
@@ -234,19 +219,17 @@ def merge_segments(
     # Few sequences are many segments each; of many, few are split, into few. Cuts bound how many are.
     segments = min(max(power_of_two(triton.cdiv(programs, batch) + 1), 8), _TILE // columns)
     own = Segments(work.partial, work.lse, work.sequences)
-    ahead, pieces, piece = ahead_arguments(next_weight, len(out), out.device)
-    warps = min(max(segments // 8, 1), 4)
     merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows)](
         own,
         own if shared is None else Segments(shared.partial, shared.lse, shared.sequences),
         Shares(work.merges, work.merges) if shared is None else Shares(work.shares, places),
-        work.merges, out, out.stride(0), out.stride(1), ahead,
+        work.merges, out, out.stride(0), out.stride(1),
         QUERY_LEN=rows // heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         SEGMENTS=segments,
         MEMBERS=0 if shared is None else shared.query_len,
-        PIECES=pieces, PIECE=piece, LANES=32 * warps, num_warps=warps,
+        num_warps=min(max(segments // 8, 1), 4),
         **early_launch(out.device),
     )  # fmt: skip

@@ -33,7 +33,6 @@ def ragged_decode_attention(
     query_len: int = 1,
     work: DecodeWork | None = None,
     out: torch.Tensor | None = None,
-    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last `query_len` tokens of each of B sequences, each seeing itself and what is before it.
 
@@ -43,8 +42,7 @@ def ragged_decode_attention(
     then nothing is read and the output is zero. max_kv_len ≥ every kv_len, known to the host. window: the newest tokens
     a query sees, all when None. Reads positions [0, kv_len) of each sequence, or those in the window, no others.
     Softmax in float32. work: on CUDA the plan of the step, from `DecodeWorkspace.plan` with the same kv_lens, window
-    and query_len; made here when None. next_weight: what reads the output, as `weight_bytes` returns it, to be asked
-    for meanwhile. Never waits for a CUDA device, and can be captured in a CUDA graph.
+    and query_len; made here when None. Never waits for a CUDA device, and can be captured in a CUDA graph.
     Returns [B · query_len, Hq, D] of q's type, in `out` if given.
     """
     _check(q, kv, base_rows, slots, kv_lens, query_len, out)
@@ -54,8 +52,7 @@ def ragged_decode_attention(
     if q.is_cuda and has_triton():
         from bladellm_kernels.ragged_decode_triton import launch
 
-        work = _work(q, kv, kv_lens, window, query_len, work)
-        launch(q, kv, base_rows, slots, kv_lens, scale, work, out, next_weight)
+        launch(q, kv, base_rows, slots, kv_lens, scale, _work(q, kv, kv_lens, window, query_len, work), out)
         return out
     longest = max_kv_len if window is None else min(max_kv_len, window)
     row_elements = kv.payload[0].numel()

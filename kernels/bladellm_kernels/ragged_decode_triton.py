@@ -317,11 +317,10 @@ def launch(
     scale: float,
     work: DecodeWork,
     out: torch.Tensor,
-    next_weight: torch.Tensor | None = None,
 ) -> None:
     """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
     launch_segments(q, kv, base_rows, slots, kv_lens, scale, work, out)
-    merge_segments(work, out, next_weight=next_weight)
+    merge_segments(work, out)
 
 
 def launch_segments(

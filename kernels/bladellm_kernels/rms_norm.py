@@ -11,19 +11,11 @@ from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.row_codes import check_code_type, row_codes
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    out: torch.Tensor | None = None,
-    next_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) · weight` over the last dimension.
 
     x: [..., N]; weight: [N] of its type: float32, bfloat16 or float16. The mean is taken in float32. out: [..., N] of
-    x's type, may be x. next_weight: what reads the norm, as `weight_bytes` returns it, to be asked for meanwhile.
-    Returns [..., N].
+    x's type, may be x. Returns [..., N].
     """
     _check(x, weight)
     if not _one_kernel(x, weight, out):
@@ -31,7 +23,7 @@ def rms_norm(
     from bladellm_kernels.rms_norm_triton import launch_rms_norm
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    launch_rms_norm(x, None, weight, None, eps, out, next_weight=next_weight)
+    launch_rms_norm(x, None, weight, None, eps, out)
     return out
 
 
@@ -43,12 +35,10 @@ def add_rms_norm(
     *,
     out: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
-    next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `x` to the residual stream, then normalise the sum.
 
     x, residual: [..., N]; weight: [N]. out, total: where the two results go, [..., N]; each may be x or residual.
-    next_weight: as in `rms_norm`.
     Returns (normed, residual + x) of x's shape and type, inputs unchanged unless given as results.
     """
     _check(x, weight, residual)
@@ -59,7 +49,7 @@ def add_rms_norm(
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
-    launch_rms_norm(x, residual, weight, None, eps, out, total, next_weight=next_weight)
+    launch_rms_norm(x, residual, weight, None, eps, out, total)
     return out, total
 
 
@@ -71,12 +61,11 @@ def gather_add_rms_norm(
     eps: float,
     *,
     out: torch.Tensor | None = None,
-    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The normed sum of `add_rms_norm` in the rows `index` alone: the final norm, of the tokens whose logits count.
 
     x, residual: [T, N], no residual for 0; index: int64 [R], each in [0, T); weight: [N]. out: [R, N] of x's type.
-    next_weight: as in `rms_norm`. Returns [R, N].
+    Returns [R, N].
     """
     _check(x, weight, x if residual is None else residual)
     if not _one_kernel(x, weight, residual, out):
@@ -86,7 +75,7 @@ def gather_add_rms_norm(
     from bladellm_kernels.rms_norm_triton import launch_rms_norm
 
     out = torch.empty(len(index), x.shape[1], dtype=x.dtype, device=x.device) if out is None else out
-    launch_rms_norm(x, residual, weight, index, eps, out, next_weight=next_weight)
+    launch_rms_norm(x, residual, weight, index, eps, out)
     return out
 
 

@@ -4,9 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.ahead_triton import ahead_arguments, ask_ahead
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
-from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.row_codes_triton import store_row_codes
 from bladellm_kernels.row_schedule import FEW_ROWS, row_schedule
 
@@ -16,19 +14,14 @@ from bladellm_kernels.row_schedule import FEW_ROWS, row_schedule
 def rms_norm_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, index: tl.tensor, out: tl.tensor, total: tl.tensor,
     scales: tl.tensor, x_stride: tl.tensor, residual_stride: tl.tensor, total_stride: tl.tensor,
-    out_stride: tl.tensor, eps: tl.tensor, rows: tl.tensor, ahead: tl.tuple,
-    N: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    LANES: tl.constexpr, EARLY: tl.constexpr,
+    out_stride: tl.tensor, eps: tl.tensor,
+    N: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
     """One program a row. residual, index, total and scales are None where there are none.
 
-    Programs beyond the rows do nothing but ask for the next weight. The row is rounded to its type where PyTorch's
-    operators would: after the addition, before its codes.
+    The row is rounded to its type where PyTorch's operators would: after the addition, before its codes.
     """
     let_next_start(EARLY)
-    ask_ahead(ahead, tl.program_id(0), tl.num_programs(0), PIECES, PIECE, LANES)
-    if tl.program_id(0) >= rows:
-        return
     column = tl.arange(0, BLOCK)
     inside = column < N
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -65,19 +58,15 @@ def launch_rms_norm(
     scales: torch.Tensor | None = None,
     largest: float = 0.0,
     warps: int | None = None,
-    next_weight: torch.Tensor | None = None,
 ) -> None:
     """Rows of x, or those at `index`, normalised into `out`; all are [rows, N], their last stride 1."""
     rows, columns = out.shape
     if rows == 0 or columns == 0:
         return
     block, most = row_schedule(columns, x.element_size(), rows <= FEW_ROWS)
-    ahead, pieces, piece = ahead_arguments(next_weight, rows, x.device)
-    programs = rows if ahead.bytes is None else max(rows, multiprocessors(x.device))
-    warps = warps or most
-    rms_norm_kernel[(programs,)](
+    rms_norm_kernel[(rows,)](
         x, residual, weight, index, out, total, scales,
         x.stride(0), 0 if residual is None else residual.stride(0), 0 if total is None else total.stride(0),
-        out.stride(0), eps, rows, ahead, columns, block, largest, pieces, piece, 32 * warps,
-        num_warps=warps, **early_launch(x.device),
+        out.stride(0), eps, columns, block, largest,
+        num_warps=warps or most, **early_launch(x.device),
     )  # fmt: skip

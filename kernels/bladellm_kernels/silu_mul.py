@@ -10,14 +10,11 @@ from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.row_codes import check_code_type, row_codes
 
 
-def silu_mul(
-    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, next_weight: torch.Tensor | None = None
-) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`silu(gate) · up`.
 
     gate_up: [..., 2·N], the gate in the first N columns and up in the others; float32, bfloat16 or float16. out:
-    [..., N] of its type. next_weight: what reads the product, as `weight_bytes` returns it, to be asked for meanwhile.
-    Returns [..., N].
+    [..., N] of its type. Returns [..., N].
     """
     if not _one_kernel(gate_up, out):
         product = _product(gate_up)
@@ -26,7 +23,7 @@ def silu_mul(
 
     if out is None:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    launch_silu_mul(gate_up, out, next_weight=next_weight)
+    launch_silu_mul(gate_up, out)
     return out
 
 

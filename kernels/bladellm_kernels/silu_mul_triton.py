@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.ahead_triton import ahead_arguments, ask_ahead
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.row_codes_triton import store_row_codes
 from bladellm_kernels.row_schedule import FEW_ROWS, row_schedule
@@ -25,13 +24,11 @@ def gated(gate_up: tl.tensor, column: tl.tensor, inside: tl.tensor, N: tl.conste
 
 @triton.jit  # type: ignore[untyped-decorator]
 def silu_mul_kernel(
-    gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor, ahead: tl.tuple,
-    N: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
-    EARLY: tl.constexpr,
+    gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor,
+    N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program a block of columns of a row."""
     let_next_start(EARLY)
-    ask_ahead(ahead, tl.program_id(0), tl.num_programs(0), PIECES, PIECE, LANES)
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -56,22 +53,16 @@ def silu_mul_quant_kernel(
 
 
 def launch_silu_mul(
-    gate_up: torch.Tensor,
-    out: torch.Tensor,
-    block: int | None = None,
-    warps: int | None = None,
-    next_weight: torch.Tensor | None = None,
+    gate_up: torch.Tensor, out: torch.Tensor, block: int | None = None, warps: int | None = None
 ) -> None:
     """gate_up: [T, 2 · N]; out: [T, N]; their last strides are 1."""
     rows, columns = out.shape
     if rows == 0 or columns == 0:
         return
     block = block or (BLOCK if rows <= FEW_ROWS else 2 * BLOCK)
-    ahead, pieces, piece = ahead_arguments(next_weight, rows, out.device)
-    warps = warps or WARPS
     silu_mul_kernel[(rows * -(-columns // block),)](
-        gate_up, out, gate_up.stride(0), out.stride(0), ahead, columns, block, pieces, piece, 32 * warps,
-        num_warps=warps, **early_launch(out.device),
+        gate_up, out, gate_up.stride(0), out.stride(0), columns, block,
+        num_warps=warps or WARPS, **early_launch(out.device),
     )  # fmt: skip
 
 

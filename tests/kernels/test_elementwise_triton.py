@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.ahead import AHEAD_BYTES, MOST_ROWS, ahead_pieces, weight_bytes
 from bladellm_kernels.row_codes import LARGEST, row_codes
 
 from tests.kernels.conditions import DTYPES, assert_close
@@ -150,37 +149,6 @@ def test_norms_and_silu_mul_compile_for_hopper(rows, code_type):
     assert len(compiled) == 2
     for name, kernel in compiled.items():
         check_compiled(name, kernel.asm["ptx"], loads_only=code_type is not None)
-
-
-def test_the_next_weight_is_asked_for_on_hopper():
-    """By few rows, at whole 16 bytes; a launch for many rows is the same with a weight and without."""
-    pytest.importorskip("triton")
-    from bladellm_kernels.rms_norm_triton import launch_rms_norm
-    from bladellm_kernels.silu_mul_triton import launch_silu_mul
-
-    for rows, asks in ((32, True), (MOST_ROWS + 1, False)):
-        x, gate_up = (torch.empty(rows, columns, dtype=torch.bfloat16) for columns in (4096, 2 * 14336))
-        qkv, down = (weight_bytes(torch.empty(*shape, dtype=x.dtype)) for shape in ((6144, 4096), (4096, 14336)))
-        with compiled_launches() as compiled:
-            launch_rms_norm(x, x, x[0], None, 1e-6, x, x, next_weight=qkv)
-            launch_silu_mul(gate_up, gate_up[:, :14336], next_weight=down)
-        assert len(compiled) == 2
-        for name, kernel in compiled.items():
-            assert ("cp.async.bulk.prefetch.L2" in kernel.asm["ptx"]) == asks, name
-            check_compiled(name, kernel.asm["ptx"])
-
-
-@pytest.mark.parametrize("row_bytes", [16, 240, 256, 500, 8192, 28672])
-@pytest.mark.parametrize("rows", [0, 1, 100, 6144, 28672, 128256])
-def test_what_is_asked_for_lies_inside_the_weight(rows, row_bytes):
-    for most in (1 << 20, AHEAD_BYTES):
-        found = ahead_pieces(rows, row_bytes, most)
-        assert (found is None) == (rows == 0 or row_bytes < 256)
-        if found is not None:
-            assert 0 < found.rows <= rows
-            assert 0 < found.pieces * found.piece <= row_bytes
-            assert found.bytes <= most
-            assert found.bytes >= min(most, rows * row_bytes) / 4, "little of what may be asked for"
 
 
 def test_the_others_compile_for_hopper():
