@@ -25,7 +25,6 @@ from tests.support.warm_servers import WarmServer
 
 FAKE_COMMAND = [sys.executable, "-m", "tests.support.fake_engine"]
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 90.0
 POLL_SECONDS = 0.02
 SAMPLE = re.compile(r"([\w:]+)(?:\{.*\})? (\S+)")
 BUCKET = re.compile(r'[{,]le="')
