@@ -48,7 +48,9 @@ def run_rank(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> None:
     follower.run()
     if results is not None:
         results.close()
-    place.leave()
+    if built.device.type != "cuda":
+        # NCCL is left to the end of the process, which takes a moment, and seconds if it is asked to end before.
+        place.leave()
 
 
 def report_end(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> int:
