@@ -46,8 +46,8 @@ OVERLAP_ROWS = 4096
 and their layers take the GPU longer than the host takes to launch twice as much. Of fewer rows there is less to hide,
 and steps of up to 2,048 tokens are captured."""
 LEAVE_SECONDS = 6.0
-"""What NCCL gets to give its memory back: two groups of two GPUs took it 1.4 s, the four of two stages 2.4 to 2.8, and it
-waits for graphs that somebody may still hold. Until it has ended this process can meet no others."""
+"""What NCCL gets to give its memory back: two groups of two GPUs took it 1.4 s, the four of two stages 2.4 to 2.8, and
+it waits for graphs that somebody may still hold. Until it has ended this process can meet no others."""
 EXIT_SECONDS = 10.0
 """What it gets once more when the process ends: NCCL aborts a process whose driver it sees shut down."""
 
