@@ -11,6 +11,7 @@ from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import has_room
 from bladellm_runtime.scheduler.plan import Chunk, SlotLoad, StepPlan
 from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
+from bladellm_runtime.scheduler.prompt_load import PromptLoad
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence, State
 
@@ -37,6 +38,7 @@ class Planner:
         self._short_rows = 0
         self._chunks: list[Chunk] = []
         """Of the step that is being planned."""
+        self._load = PromptLoad()
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
 
@@ -46,7 +48,7 @@ class Planner:
         budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
         plan = self._begin(step)
         if self.bound is not None and budget > 0:
-            budget = self._bounded(self.bound, plan, budget)
+            budget = self._bounded(self.bound, plan, budget, now)
         self._chunks = []
         if self._roster.prefilling:
             budget = self._continue_prefills(plan, budget)
@@ -58,6 +60,9 @@ class Planner:
             self._admit_ahead(plan, now)
         if self._chunks:
             plan.append(self._chunks)
+            if self.bound is not None:
+                tokens = sum(chunk.query_len for chunk in self._chunks)
+                self._load.add(self.bound.cost.prefill_milliseconds(tokens), now)
         elif self.shared_reads is not None:
             plan.prefixes = self.shared_reads.groups(plan.slots, group)
         if self._roster.constrained:
@@ -93,7 +98,7 @@ class Planner:
             seq.group = self._group
         return seq
 
-    def _bounded(self, bound: StepBound, plan: StepPlan, limit: int) -> int:
+    def _bounded(self, bound: StepBound, plan: StepPlan, limit: int, now: float) -> int:
         """The budget for prompt tokens beside the plan's decode rows."""
         line = chain(self._own(self._roster.prefilling), self._roster.waiting)
         first = next(line, None)
@@ -106,7 +111,8 @@ class Planner:
             queued += stop - begin
             if queued > enough:
                 break
-        demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued)
+        load = self._load.share(now)
+        demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued, load)
         return prefill_budget(bound, demand, limit)
 
     def _begin(self, step: int) -> StepPlan:

@@ -19,6 +19,12 @@ QUEUE_STEPS = 5
 with 8 the TTFT at high load is a quarter longer (docs/prefill_chunks.md)."""
 
 
+BUSY_SHARE = 0.5
+"""Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
+BUSY_BOUNDS = 1.5
+"""Bounds that a step may take for that."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepBound:
     """`milliseconds`: how long a step with decodes may take while no prompts queue up. `cost`: what steps take."""
@@ -32,7 +38,8 @@ class PrefillDemand:
     """Who wants to be in the next step.
 
     decode_rows, and decode_kv, the KV tokens they read. start, tokens: where the prompt that is first in line stands
-    and how much of it is left. queued: prompt tokens of those behind it.
+    and how much of it is left. queued: prompt tokens of those behind it. load: the share of the time that prompts have
+    been taking.
     """
 
     decode_rows: int
@@ -40,6 +47,7 @@ class PrefillDemand:
     start: int
     tokens: int
     queued: int
+    load: float = 0.0
 
 
 def queue_limit(bound: StepBound) -> float:
@@ -67,21 +75,30 @@ def _tokens_within(bound: StepBound, demand: PrefillDemand) -> int:
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
-    room = max(_allowed(bound, base, demand.queued) - base, cost.step)
+    room = max(_allowed(bound, base, demand) - base, cost.step)
     tokens = cost.prefill_tokens(room, demand.start)
     most = _full(rows + tokens, cost.sizes) - rows
     return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows
 
 
-def _allowed(bound: StepBound, base: float, queued: int) -> float:
+def _allowed(bound: StepBound, base: float, demand: PrefillDemand) -> float:
     """Milliseconds that the next step may take.
 
     The queue is to be done within h = `QUEUE_STEPS` bounds. Steps of t milliseconds, of which `base` is for decodes,
     do h / t · (t - base) of prefill in that time; that is enough when t = base / (1 - prefill / h).
     """
     horizon = QUEUE_STEPS * bound.milliseconds
-    left = 1 - bound.cost.prefill_milliseconds(queued) / horizon
-    return max(bound.milliseconds, base / left) if left > 0 else float("inf")
+    left = 1 - bound.cost.prefill_milliseconds(demand.queued) / horizon
+    for_queue = base / left if left > 0 else float("inf")
+    return max(bound.milliseconds, for_queue, _allowed_when_busy(bound, base, demand.load))
+
+
+def _allowed_when_busy(bound: StepBound, base: float, load: float) -> float:
+    """The same, before there is a queue: (t - base) / t is what steps of t have for prompts, of which these take
+    `BUSY_SHARE` when t = base / (1 - load / `BUSY_SHARE`)."""
+    left = 1 - load / BUSY_SHARE
+    most = BUSY_BOUNDS * bound.milliseconds
+    return min(base / left, most) if left > 0 else most
 
 
 def _equal_chunk(bound: StepBound, demand: PrefillDemand, room: int) -> int:

@@ -83,7 +83,7 @@ class SimulatedEngine:
         self._launch_ahead = launch_ahead
         spec = KvSpec((KvGroup((0,), 1),), 256, 8192, 256, 32768)
         limits = SchedulerLimits(max_batch_tokens, max_batch_tokens, 32768, frozenset(), 1 << 17)
-        self._scheduler = Scheduler(limits, KvAccounting(spec, prompt_cache=False), clock=lambda: self.now)
+        self._scheduler = Scheduler(limits, KvAccounting(spec, prompt_cache=False), clock=lambda: self.now / 1e3)
         self._scheduler.bound_steps(bound)
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._free = 0.0
@@ -122,7 +122,7 @@ class SimulatedEngine:
         plan, end = self._in_flight.popleft()
         self.now = max(self.now, end)
         result = StepResult(np.ones(len(plan.slots), dtype=np.int64))
-        for delta in one_by_one(self._scheduler.complete(plan, result, self.now)):
+        for delta in one_by_one(self._scheduler.complete(plan, result, self.now / 1e3)):
             before = self._last.get(delta.request_id)
             if before is None:
                 self.found.ttft.append(self.now + FRONT_MS / 2 - arrivals[delta.request_id][0])

@@ -9,12 +9,14 @@ import pytest
 
 from bladellm_runtime.scheduler import prefill_budget as prefill_module
 from bladellm_runtime.scheduler.prefill_budget import (
+    BUSY_BOUNDS,
     MIN_TOKENS,
     STEP_MULTIPLE,
     PrefillDemand,
     StepBound,
     prefill_budget,
 )
+from bladellm_runtime.scheduler.prompt_load import AVERAGE_SECONDS, PromptLoad
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs, padded
 from tests.conftest import ROOT
 from tests.scheduler.fake_device import limits_of, spec_of
@@ -116,6 +118,44 @@ def test_the_bound_gives_way_as_prompts_queue_up_and_never_shrinks_with_them():
     assert budgets[-1] == LIMIT
 
 
+@pytest.mark.parametrize("bound", [BOUND, PADDED], ids=["alone", "padded"])
+def test_the_more_time_prompts_take_the_longer_steps_may_up_to_a_limit(bound):
+    rng = random.Random()
+    for _ in range(100):
+        demand = replace(some_demand(rng), tokens=10**6)
+        shares = sorted(rng.uniform(0, 1.2) for _ in range(20))
+        budgets = [prefill_budget(bound, replace(demand, load=share), LIMIT) for share in (0, *shares)]
+        assert budgets == sorted(budgets)
+        assert budgets[0] == prefill_budget(bound, demand, LIMIT)
+        least = padded(demand.decode_rows + MIN_TOKENS, bound.cost.sizes) - demand.decode_rows
+        most = BUSY_BOUNDS * bound.milliseconds
+        assert budgets[-1] <= least or milliseconds(demand, budgets[-1], bound) <= most * 1.001
+
+
+def test_busy_steps_have_twice_the_time_that_prompts_need():
+    """Steps of t ms, of which 6 are for decodes: prompts that take 0.3 of the time need 0.6 of it, so t is 15."""
+    rows, load = 8, 0.3
+    decodes = (6.0 - COST.step - COST.token * rows) / COST.decode_kv
+    demand = PrefillDemand(rows, round(decodes), 0, 10**6, 0, load)
+    plain = StepBound(14.0, replace(COST, prefill_pair=0.0))
+    taken = milliseconds(demand, prefill_budget(plain, demand, LIMIT), plain)
+    assert 15.0 - STEP_MULTIPLE * COST.token <= taken <= 15.0
+
+
+def test_the_load_of_prompts_is_their_share_of_the_last_seconds():
+    load, rng, now, share = PromptLoad(), random.Random(), 100.0, 0.0
+    assert load.share(now) == 0
+    for share in (0.7, 0.2):
+        until = now + 8 * AVERAGE_SECONDS
+        while now < until:
+            step = rng.uniform(0.005, 0.02)
+            load.add(1e3 * share * step, now)
+            now += step
+        assert load.share(now) == pytest.approx(share, rel=0.05)
+    assert load.share(now + AVERAGE_SECONDS) == pytest.approx(share / 2.718, rel=0.05)
+    assert load.share(now + 60) < 1e-6
+
+
 def test_a_step_that_does_little_else_takes_a_share_worth_its_while():
     slow = StepBound(14.0, replace(COST, step=16.0))
     tokens = prefill_budget(slow, PrefillDemand(8, 4000, 0, 4000, 0), LIMIT)
@@ -180,3 +220,13 @@ def test_the_bound_keeps_tbt_at_moderate_load_for_little_ttft(simulate_policy):
 def test_under_overload_ttft_stays_near_that_without_a_bound(simulate_policy):
     free, bound = (latencies(simulate_policy, which, 36) for which in (None, PADDED))
     assert bound[0] <= free[0] * 1.5
+
+
+def test_near_what_the_device_can_do_load_makes_steps_longer_and_all_waits_shorter(simulate_policy, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill_module, "BUSY_SHARE", 1e9)
+        without = latencies(simulate_policy, PADDED, 28)
+    ttft, _, tbt, longest = latencies(simulate_policy, PADDED, 28)
+    assert ttft < 0.95 * without[0]
+    assert tbt <= without[2]
+    assert longest <= 1.05 * without[3]
