@@ -55,13 +55,17 @@ class _Choice:
 
 
 class LLM:
-    """An engine in this process. `options` are the fields of `EngineArgs`, as the command line spells them.
+    """An engine in this process. `options` are the fields of `EngineArgs`, as the command line spells them; steps are
+    as full as they can be unless `target_tbt_ms` is given.
 
     Use it as a context manager, or call `close()`, to give the memory back.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.args = EngineArgs(model=model, **options)
+        if self.args.target_tbt_ms is None:
+            # Nobody waits for a token here: only for the last one.
+            self.args = replace(self.args, target_tbt_ms=0.0)
         self._engine = build_engine(self.args)
         self.ready = self._engine.ready
         folder = Path(self.args.tokenizer_dir) if self.args.tokenizer_dir else self._engine.folder
