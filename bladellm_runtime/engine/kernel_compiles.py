@@ -65,6 +65,8 @@ class KernelCompiles:
                 "kernel %s was compiled after the start; later ones are only counted (kernel_compiles_after_ready)",
                 src.name,
             )
+            what = [getattr(src, part, {}) for part in ("signature", "constants", "attrs")]
+            logger.debug("kernel %s was compiled for %s, %s, %s", src.name, *what)
         if self._before is not None:
             self._before(src=src, metadata=metadata, times=times, cache_hit=cache_hit, **more)
 

@@ -36,10 +36,10 @@ class SampleSchedule:
 
     def parts(self, rows: int, vocab: int) -> tuple[int, int]:
         """Programs of a row, and tokens of each: a multiple of `block`."""
-        wanted = max(1, min(PARTS.value, self.programs // max(rows, 1)))
+        # Triton compiles 1 and multiples of 16 apart: some numbers of rows would need kernels of their own.
+        wanted = max(2, min(PARTS.value, self.programs // max(rows, 1)))
         chunk = triton.cdiv(triton.cdiv(vocab, wanted), self.block) * self.block
         while triton.cdiv(vocab, chunk) % 16 == 0:
-            # Triton compiles multiples of 16 apart: some number of rows would need kernels of its own.
             chunk += self.block
         return triton.cdiv(vocab, chunk), chunk
 
