@@ -17,8 +17,6 @@ STEP_MULTIPLE = 64
 QUEUE_STEPS = 5
 """Bounds in which the prefill of the prompts behind the first has to be done. With 3 small bursts delay the decodes,
 with 8 the TTFT at high load is a quarter longer (docs/prefill_chunks.md)."""
-
-
 BUSY_SHARE = 0.5
 """Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
 BUSY_BOUNDS = 1.5

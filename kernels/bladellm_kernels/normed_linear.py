@@ -42,7 +42,7 @@ def normed_linear(
     check_arguments(norm.weighted, weight, bias, out, None, len(weight), (weight.dtype, torch.float32))
     schedule = norms_schedule(len(norm.weighted), weight)
     if schedule is not None:
-        return _launch_normed(schedule, norm, weight, bias, out, 1)
+        return _launch_product(schedule, norm.weighted, weight, bias, out, 1, norm)
     if out is not None and out.dtype != weight.dtype:
         y = linear(norm.normed().float(), weight.float(), None if bias is None else bias.float())
         return out.copy_(y)
@@ -59,7 +59,7 @@ def normed_linear_silu_mul(norm: DelayedNorm, weight: torch.Tensor, out: torch.T
     if schedule is None or len(weight) % 2:
         return linear_silu_mul(norm.normed(), weight, out)
     check_arguments(norm.weighted, weight, None, out, None, len(weight) // 2)
-    return _launch_normed(schedule, norm, weight, None, out, 2)
+    return _launch_product(schedule, norm.weighted, weight, None, out, 2, norm)
 
 
 def linear_between_norms(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,11 +73,7 @@ def linear_between_norms(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     if schedule is None:
         return linear(x, weight, bias)
     check_arguments(x, weight, bias, None, None, len(weight))
-    from bladellm_kernels.linear_launch import LinearCall, launch
-
-    out = x.new_empty(len(x), len(weight))
-    launch(LinearCall(x, weight, bias, None, out, 1), schedule)
-    return out
+    return _launch_product(schedule, x, weight, bias, None, 1)
 
 
 def linear_add(
@@ -112,19 +108,21 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return takes(x, weight)
 
 
-def _launch_normed(
+def _launch_product(
     schedule: HopperSchedule,
-    norm: DelayedNorm,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     parts: int,
+    front: DelayedNorm | None = None,
 ) -> torch.Tensor:
+    """As `LinearCall` has them, without a residual; out may be None for a new tensor."""
     from bladellm_kernels.linear_launch import LinearCall, launch
 
     if out is None:
-        out = weight.new_empty(len(norm.weighted), len(weight) // parts)
-    launch(LinearCall(norm.weighted, weight, bias, None, out, parts, front=norm), schedule)
+        out = weight.new_empty(len(x), len(weight) // parts)
+    launch(LinearCall(x, weight, bias, None, out, parts, front=front), schedule)
     return out
 
 
