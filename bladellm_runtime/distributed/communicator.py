@@ -241,8 +241,10 @@ def make_communicator(groups: Sequence[Sequence[int]]) -> GroupCommunicator | No
     return found
 
 
-def disconnect() -> None:
+def disconnect(ending: bool = False) -> None:
     """Leave the other ranks; what they have in flight with this one fails. Nothing where there are none.
+
+    ending: the process is about to end, and NCCL is left to that, which takes a moment where it would take seconds.
 
     Between GPUs captured steps must be gone: until then NCCL does not end, and after `LEAVE_SECONDS` it is left alone
     until the process ends.
@@ -251,6 +253,8 @@ def disconnect() -> None:
         return
     if "nccl" not in dist.get_backend():
         dist.destroy_process_group()
+        return
+    if ending:
         return
     # Not destroyed: that waits for the other ranks, whose processes may have ended.
     leaving = threading.Thread(target=abort, name="leave-ranks", daemon=True)

@@ -79,7 +79,7 @@ class RankPlace:
             taken = others.layer.write_to_ranks(rows, hidden, logits, columns, model.dtype, model.device)
             table.add("sums over ranks", taken)
 
-    def leave(self) -> None:
-        """Leave the others, who are not to be asked for anything any more."""
+    def leave(self, ending: bool = False) -> None:
+        """Leave the others, who are not to be asked for anything any more. ending: so does the process."""
         if self.meeting is not None:
-            disconnect()
+            disconnect(ending)

@@ -48,9 +48,7 @@ def run_rank(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> None:
     follower.run()
     if results is not None:
         results.close()
-    if built.device.type != "cuda":
-        # NCCL is left to the end of the process, which takes a moment, and seconds if it is asked to end before.
-        place.leave()
+    place.leave(ending=True)
 
 
 def report_end(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> int:

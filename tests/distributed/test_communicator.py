@@ -77,6 +77,9 @@ def test_leaving_gpus_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(communicator, "LEAVE_SECONDS", 0.05)
     monkeypatch.setattr(communicator.atexit, "register", lambda *call: at_exit.append(call))
     started = time.monotonic()
+    disconnect(ending=True)
+    assert not aborted.is_set()
+    assert not at_exit
     disconnect()
     ((join, seconds),) = at_exit
     let_go.set()
