@@ -37,18 +37,12 @@ def run_script(
     return _forker().run({"script": str(script)}, [str(script), *map(str, arguments)], cwd, environment)
 
 
-@cache
-def _forker() -> "Forker":
-    forker = Forker()
-    atexit.register(forker.end)
-    return forker
-
-
 class Forker:
     """The process that forks: it starts with its first job, and ends with its standard input."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        atexit.register(self.end)
 
     def run(
         self, what: dict[str, str], argv: list[str], cwd: Path, environment: dict[str, str]
@@ -93,6 +87,10 @@ class Forker:
             text=True,
             start_new_session=True,
         )
+
+
+_forker = cache(Forker)
+"""The only one of a test process, made when it is needed first."""
 
 
 def serve() -> dict[str, Any]:

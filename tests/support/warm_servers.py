@@ -70,13 +70,6 @@ class WarmServer:
         return int(NUMBER.unpack(os.read(self._numbers, NUMBER.size))[0])
 
 
-@cache
-def _forker() -> "Forker":
-    forker = Forker()
-    atexit.register(forker.end)
-    return forker
-
-
 class Forker:
     """The process that forks: it starts with the first server, and ends with the connection to it."""
 
@@ -90,6 +83,7 @@ class Forker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        atexit.register(self.end)
 
     def send(self, job: bytes, files: list[int]) -> None:
         """Have a server forked whose output, log and numbers (process, then exit code) are `files`."""
@@ -103,6 +97,10 @@ class Forker:
             self._process.wait(10.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+
+_forker = cache(Forker)
+"""The only one of a test process, made when it is needed first."""
 
 
 def forked_job(connection: socket.socket) -> tuple[str, dict[str, str]]:
