@@ -33,7 +33,7 @@ def shortfalls(
 ) -> list[float]:
     """How far the score of each token is below the best one's, after those before it."""
     logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
-    eos = model.config.eos_token_id
+    eos = model.generation_config.eos_token_id  # of the demo two tokens, of which its config has one
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     found = []
     for place, token in enumerate(tokens):
