@@ -23,7 +23,7 @@ from bladellm_runtime.models.decoder import Decoder
 DEFAULT_SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
 LAUNCHES = 1250.0
 """µs that the host takes to launch a layer's operators for a step with prefill chunks. Where attention alone takes the
-device longer, the step is launched eagerly, and has the choice of all kinds of attention."""
+device longer, the step is launched eagerly where only that has the choice of all kinds of attention."""
 
 
 def mixed_sizes(args: EngineArgs) -> list[int]:
@@ -106,9 +106,11 @@ class MixedGraphs:
         eager operators are not slower."""
         if flat.adapters is not None and not self._adapted:
             return None
-        if not flat.prefills or self._cost(flat.prefills) > LAUNCHES:
-            return None
         fitting = self.sizes[bisect.bisect_left(self.sizes, flat.tokens) :]
+        if not flat.prefills or not fitting:
+            return None
+        if not self.inputs.has_one_pass(fitting[0]) and self._cost(flat.prefills) > LAUNCHES:
+            return None
         return next((size for size in fitting if self.inputs.send(flat, size)), None)
 
     def forward(self, flat: FlatPlan, size: int) -> Tensor:

@@ -6,7 +6,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from bladellm_kernels.listed_prefill_attention import ListShape, fill_list, list_shape, list_views
+from bladellm_kernels.listed_prefill_attention import (
+    ListShape,
+    fill_list,
+    list_shape,
+    list_views,
+    one_pass_programs,
+)
 from bladellm_kernels.lora_tokens import FIELDS, AdapterTiles, TokenAdapters, fill_tiles, most_tiles
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
@@ -138,13 +144,17 @@ class MixedInputs:
         for size in sizes:
             rows = min(size, arena.spec.num_slots)
             chunks = min(rows, max(LEAST_CHUNKS, size // CHUNK_TOKENS))
-            shape = list_shape(size, chunks, heads, dtype)
+            shape = list_shape(size, chunks, heads, dtype, one_pass_programs(size, layer, dtype))
             self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)), max_loras)
         most = max(layout.numbers for layout in self._layouts.values())
         self._static = torch.zeros(most, dtype=torch.int64, device=arena.device)
         self._host = HostRing(most, arena.device, in_flight)
         self.adapted = False
         """Whether tokens of the plan sent last have adapters."""
+
+    def has_one_pass(self, size: int) -> bool:
+        """Whether such a step has the choice of all kinds of attention."""
+        return self._layouts[size].list.programs > 0
 
     def batch(self, size: int, last_token: Tensor, adapted: bool = False) -> ForwardBatch:
         """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device. adapted: tokens may

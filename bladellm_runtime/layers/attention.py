@@ -121,8 +121,8 @@ class Attention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._attend_decodes(q[: batch.num_decode], kv, batch, out[: batch.num_decode])
         if batch.prefill_lists is not None:
-            tiles = batch.prefill_lists[self.shape.window]
-            listed_prefill_attention(q, kv, tiles, self.shape.scale, self.shape.window, out)
+            lists = batch.prefill_lists[self.shape.window]
+            listed_prefill_attention(q, kv, lists, self.shape.scale, self.shape.window, out)
         elif batch.prefills:
             self._attend_prefills(q, kv, batch, out)
         return out

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from bladellm_kernels.cascade_decode_attention import CascadeWork, CascadeWorkspace, SharedPrefixes
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
+from bladellm_kernels.listed_prefill_attention import ListViews
 from bladellm_kernels.lora_tokens import TokenAdapters
 from bladellm_kernels.prefill_calls import PlannedCalls
-from bladellm_kernels.prefill_tiles import PrefillTiles
 
 from bladellm_runtime.kv.arena import KvArena
 
@@ -73,7 +73,7 @@ class ForwardBatch:
     workspace: DecodeWorkspace | None = None
     rotation: torch.Tensor | None = None
     planned: PlannedCalls | None = None
-    prefill_lists: dict[int | None, PrefillTiles] | None = None
+    prefill_lists: dict[int | None, ListViews] | None = None
     light_decode: bool = False
     prefixes: SharedPrefixes | None = None
     cascade: CascadeWorkspace | None = None

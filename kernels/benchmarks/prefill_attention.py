@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from bladellm_kernels import prefill_sdpa
@@ -24,6 +25,15 @@ from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.listed_prefill_attention import (
+    ListViews,
+    fill_list,
+    list_shape,
+    list_views,
+    listed_prefill_attention,
+    one_pass_programs,
+)
+from bladellm_kernels.one_pass_gate import one_pass_takes
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
@@ -160,6 +170,21 @@ def routes(
     if q.dtype != torch.float32:
         for name, aside in (("cuDNN parts", True), ("cuDNN parts, one stream", False)):
             yield name, partial(_attend_by_parts, q, kv, spans, scale, out, aside)
+    longest = max(span.start + span.query_len for span in spans)
+    if one_pass_takes(q, kv, None, longest, out):
+        from bladellm_kernels import one_pass_prefill
+
+        yield "one pass", lambda: one_pass_prefill.launch(q, kv, spans, scale, out)
+        yield "listed", partial(listed_prefill_attention, q, kv, _listed(q, kv, spans), scale, None, out)
+
+
+def _listed(q: torch.Tensor, kv: KvLayer, spans: list[Span]) -> ListViews:
+    """The chunks as captured steps have them."""
+    programs = one_pass_programs(len(q), kv, q.dtype)
+    shape = list_shape(len(q), len(spans), prefill_sdpa.layer_heads(q, kv), q.dtype, programs)
+    numbers = np.zeros(shape.numbers, np.int64)
+    assert fill_list(spans, None, shape, numbers)
+    return list_views(torch.from_numpy(numbers).to(q.device), shape)
 
 
 def _launch_on_numbers(

@@ -1,8 +1,9 @@
 """RaggedAttention, prefill, for captured graphs: the chunks are a work list of fixed length in device memory.
 
-What is captured is one launch (two where keys are divided) with a program for every entry that the list may have. The
-host writes the list anew for every step; entries that a step does not need have no queries, and their programs end at
-once. Decode rows and padding are in no entry.
+What is captured is one launch (two where keys are divided) with a program for every entry that the list may have, and
+one more where attention in one pass serves the layer and steps are large. The host writes the lists anew for every
+step; entries that a step does not need have no queries, and their programs end at once. Decode rows and padding are in
+no entry.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,11 @@ from numpy.typing import NDArray
 
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.one_pass_gate import HEAD_DIM, one_pass_serves
+from bladellm_kernels.one_pass_list import ENTRY_FIELDS, list_programs
 from bladellm_kernels.prefill_costs import KERNEL_CALL, Heads, chunk_cost
+from bladellm_kernels.prefill_routes import one_pass_routes
 from bladellm_kernels.prefill_tiles import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -27,10 +32,14 @@ from bladellm_kernels.prefill_tiles import (
 )
 from bladellm_kernels.ragged_prefill_attention import takes_kernels
 
+ONE_PASS_TOKENS = 256
+"""Steps of fewer are attended to by Triton alone: there is nothing to gain, and each launch takes its time."""
+
 
 class ListShape(NamedTuple):
     """What is the same for all lists of a captured step: rows of a tile, query heads of a KV head, KV heads; entries
-    that the list has room for, and of these the ones that may see a part of their keys."""
+    that the list has room for, and of these the ones that may see a part of their keys; programs of attention in one
+    pass, 0 without it."""
 
     rows: int
     group: int
@@ -38,6 +47,7 @@ class ListShape(NamedTuple):
     items: int
     merges: int
     parts: int
+    programs: int = 0
 
     @property
     def item_numbers(self) -> int:
@@ -45,13 +55,32 @@ class ListShape(NamedTuple):
         return (self.items * ITEM_FIELDS + 1) // 2 * 2
 
     @property
-    def numbers(self) -> int:
-        """int64 numbers of the list, a multiple of 16 bytes."""
+    def tile_numbers(self) -> int:
+        """int64 numbers of the items and merges, a multiple of 16 bytes."""
         return self.item_numbers + (self.merges * MERGE_FIELDS + 1) // 2 * 2
 
+    @property
+    def numbers(self) -> int:
+        """int64 numbers of the list, a multiple of 16 bytes."""
+        return self.tile_numbers + self.programs * ENTRY_FIELDS
 
-def list_shape(tokens: int, chunks: int, heads: Heads, dtype: torch.dtype) -> ListShape:
-    """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`.
+
+class ListViews(NamedTuple):
+    """A list on the device: tiles for the Triton kernel, and programs of attention in one pass, None without it."""
+
+    tiles: PrefillTiles
+    programs: torch.Tensor | None
+
+
+def one_pass_programs(tokens: int, kv: KvLayer, dtype: torch.dtype) -> int:
+    """How many programs of attention in one pass lists of steps of `tokens` tokens have, queries of `dtype`."""
+    if tokens < ONE_PASS_TOKENS or not one_pass_serves(kv, dtype):
+        return 0
+    return multiprocessors(kv.payload.device)
+
+
+def list_shape(tokens: int, chunks: int, heads: Heads, dtype: torch.dtype, programs: int = 0) -> ListShape:
+    """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`; programs: `one_pass_programs`.
 
     There is room for every tile of such a step, and for the parts of one chunk whose keys are divided.
     """
@@ -59,28 +88,48 @@ def list_shape(tokens: int, chunks: int, heads: Heads, dtype: torch.dtype) -> Li
     tile = _tile(tokens, group, heads.dim, dtype, heads.quantized)
     parts = max(2, PROGRAMS // heads.kv)
     items = -(-tokens * group // tile.rows) + chunks + parts
-    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts)
+    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs)
 
 
 def fill_list(spans: Sequence[Span], window: int | None, shape: ListShape, target: NDArray[np.int64]) -> bool:
     """Write the work of the chunks to `target`, int64 [shape.numbers], on the host. False where there is no room."""
+    if not shape.programs or window is not None:
+        return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
+    heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, HEAD_DIM)
+    routes = one_pass_routes(tuple(spans), heads)
+    entries = list_programs(routes.one_pass, heads, shape.programs)
+    if _write(entries, routes.stored, window, shape, target):
+        return True
+    return _write(list_programs(spans, heads, shape.programs), (), window, shape, target)
+
+
+def _write(
+    entries: NDArray[np.int64],
+    spans: Sequence[Span],
+    window: int | None,
+    shape: ListShape,
+    target: NDArray[np.int64],
+) -> bool:
+    """Programs of attention in one pass, and the tiles of chunks; False where there is no room."""
     items, merges = list_tiles(spans, shape.group, shape.kv_heads, window, shape.rows)
     parts = sum(item[8] >= 0 for item in items)
-    if len(items) > shape.items or len(merges) > shape.merges or parts > shape.parts:
+    room = len(items) <= shape.items and len(merges) <= shape.merges and parts <= shape.parts
+    if not room or len(entries) > shape.programs:
         return False
     target[:] = 0
-    target[: len(items) * ITEM_FIELDS].reshape(-1, ITEM_FIELDS)[:] = items or np.empty((0, ITEM_FIELDS))
-    if merges:
-        first = shape.item_numbers
-        target[first : first + len(merges) * MERGE_FIELDS].reshape(-1, MERGE_FIELDS)[:] = merges
+    for place, lines in ((0, items), (shape.item_numbers, merges), (shape.tile_numbers, entries)):
+        numbers = np.asarray(lines, np.int64).ravel()
+        target[place : place + len(numbers)] = numbers
     return True
 
 
-def list_views(numbers: torch.Tensor, shape: ListShape) -> PrefillTiles:
+def list_views(numbers: torch.Tensor, shape: ListShape) -> ListViews:
     """The list in int64 [shape.numbers] on the device, as `listed_prefill_attention` takes it."""
     last = shape.items * ITEM_FIELDS
     merges = numbers[shape.item_numbers :][: shape.merges * MERGE_FIELDS]
-    return PrefillTiles(numbers[:last].view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), shape.parts)
+    tiles = PrefillTiles(numbers[:last].view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), shape.parts)
+    programs = numbers[shape.tile_numbers :].view(-1, ENTRY_FIELDS)
+    return ListViews(tiles, programs if shape.programs else None)
 
 
 def listed_cost(spans: Sequence[Span], heads: Heads) -> float:
@@ -89,19 +138,22 @@ def listed_cost(spans: Sequence[Span], heads: Heads) -> float:
 
 
 def listed_prefill_attention(
-    q: torch.Tensor, kv: KvLayer, tiles: PrefillTiles, scale: float, window: int | None, out: torch.Tensor
+    q: torch.Tensor, kv: KvLayer, lists: ListViews, scale: float, window: int | None, out: torch.Tensor
 ) -> None:
     """`ragged_prefill_attention` of the chunks in a list of `fill_list` for steps of as many tokens as q has.
 
-    q, out: [T, Hq, D]. kv: as there, of any format. tiles: from `list_views`, for the same window. Writes the rows of
+    q, out: [T, Hq, D]. kv: as there, of any format. lists: from `list_views`, for the same window. Writes the rows of
     the chunks' tokens and no others. On CUDA it launches only, reads lengths on the device, and can be captured.
     """
+    tiles = lists.tiles
     tile = _tile(q.shape[0], q.shape[1] // kv.kv_heads, kv.head_dim, q.dtype, kv.format.quantized)
     if not takes_kernels(q, kv):
         _attend_plainly(q, kv, tiles, tile.rows, scale, window, out)
         return
-    from bladellm_kernels import ragged_prefill_triton
+    from bladellm_kernels import one_pass_prefill, ragged_prefill_triton
 
+    if lists.programs is not None and window is None:
+        one_pass_prefill.launch_listed(q, kv, lists.programs, scale, out)
     ragged_prefill_triton.launch_tiles(q, kv, tiles, tile, scale, window, out, True)
 
 

@@ -1,16 +1,18 @@
-"""Which chunks of a step go to cuDNN's attention, and which to the Triton kernel in one launch."""
+"""Which chunks of a step go to attention in one pass or to cuDNN's, and which to the Triton kernel in one launch."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from bladellm_kernels.one_pass_list import one_pass_cost
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_costs import (
     Heads,
     copy_cost,
     dequantize_cost,
     fused_is_cheaper,
+    kernel_cost,
     launch_shares,
     launches_cost,
 )
@@ -20,15 +22,19 @@ from bladellm_kernels.prefill_tiles import Span
 # The fewest queries of a chunk for cuDNN, and µs a chunk must gain there: the host takes some 60 µs a call.
 LIBRARY_QUERIES = 384
 LEAST_GAIN = 1.0
+# Chunks whose keys the Triton kernel may divide beside a launch in one pass of the others, at most.
+MOST_APART = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Chunks for cuDNN; for the Triton kernel on plain numbers made of codes; and for it on memory as it is."""
+    """Chunks for cuDNN; for the Triton kernel on plain numbers made of codes; for it on memory as it is; and
+    for attention in one pass."""
 
     cudnn: tuple[Span, ...] = ()
     dequantized: tuple[Span, ...] = ()
     stored: tuple[Span, ...] = ()
+    one_pass: tuple[Span, ...] = ()
 
 
 @lru_cache(maxsize=16)
@@ -55,6 +61,21 @@ def choose_routes(
         tuple(dequantized),
         tuple(span for span in rest if span not in dequantized),
     )
+
+
+@lru_cache(maxsize=16)
+def one_pass_routes(spans: tuple[Span, ...], heads: Heads) -> Routes:
+    """The cheapest of: all chunks in one pass, all by Triton, or by Triton those behind the longest prefixes, whose
+    keys it divides where their queries are few. On memory that can be read in one pass, without window."""
+    order = sorted(spans, key=lambda span: -span.start)
+    counts = {*range(min(len(spans), MOST_APART) + 1), len(spans)}
+
+    def cost(count: int) -> float:
+        return kernel_cost(heads, order[:count], count == 1) + one_pass_cost(heads, order[count:])
+
+    apart = set(order[: min(counts, key=cost)])
+    stored = tuple(span for span in spans if span in apart)
+    return Routes(stored=stored, one_pass=tuple(span for span in spans if span not in apart))
 
 
 def _cudnn_chunks(spans: Sequence[Span], heads: Heads, cost_of: Callable[[Span], float]) -> set[Span]:

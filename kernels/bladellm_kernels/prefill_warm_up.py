@@ -13,6 +13,7 @@ import torch
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import Stretch
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.one_pass_gate import one_pass_serves
 from bladellm_kernels.prefill_calls import CudnnCall, PlannedCalls, calls_to_plan
 from bladellm_kernels.prefill_sdpa import MERGED_AT_ONCE, cudnn_attention, in_place, longest_piece
 from bladellm_kernels.ragged_prefill_attention import cudnn_takes
@@ -30,8 +31,9 @@ def warm_up(
     see `windows`, in steps of up to `tokens` query tokens and sequences of up to `length`.
 
     Returns the calls that cuDNN has plans for, to be given to the operator, None on a CPU. There are none where cuDNN
-    cannot be had: then Triton does all. Nothing is run, so layers need not have memory behind their rows yet. Takes
-    up to PLAN_SECONDS and the compilations; memory for some `2 * tokens` queries meanwhile.
+    cannot be had, and Triton does all, or is not wanted, since attention in one pass does. Nothing is run, so layers
+    need not have memory behind their rows yet. Takes up to PLAN_SECONDS and the compilations; memory for some
+    `2 * tokens` queries meanwhile.
     """
     first, device = layers[0], layers[0].payload.device
     if device.type != "cuda" or not has_triton():
@@ -50,12 +52,24 @@ def warm_up(
             )
     calls: list[CudnnCall] = []
     capability = torch.cuda.get_device_capability(device)
-    if any(cudnn_takes(first.head_dim, dtype, window, length, capability) for window in windows):
+    served = _compile_one_pass(heads, dtype, layers)
+    if not served and any(cudnn_takes(first.head_dim, dtype, window, length, capability) for window in windows):
         calls = calls_to_plan(tokens, length, longest_piece(first), in_place(first), first.granule_tokens)
         calls = plan_calls(heads, dtype, layers, calls, PLAN_SECONDS)
         if any(not call.causal for call in calls):
             compile_merges(empty, MERGED_AT_ONCE)
     return PlannedCalls(calls, in_place(first), first.granule_tokens)
+
+
+def _compile_one_pass(heads: int, dtype: torch.dtype, layers: Sequence[KvLayer]) -> bool:
+    """Compile attention in one pass for the layers; False where it does not serve all of them."""
+    if not all(one_pass_serves(kv, dtype) for kv in layers):
+        return False
+    from bladellm_kernels.one_pass_prefill import compile_ahead
+
+    for kv in {kv.payload.stride(): kv for kv in layers}.values():
+        compile_ahead(torch.empty(1, heads, kv.head_dim, dtype=dtype, device=kv.payload.device), kv)
+    return True
 
 
 def plan_calls(

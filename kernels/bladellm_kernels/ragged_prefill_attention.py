@@ -10,9 +10,10 @@ from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.one_pass_gate import one_pass_takes
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
-from bladellm_kernels.prefill_routes import choose_routes
+from bladellm_kernels.prefill_routes import Routes, choose_routes, one_pass_routes
 from bladellm_kernels.prefill_tiles import Span
 
 # Most elements of an explicit mask; longer chunks are attended to in blocks of queries.
@@ -103,9 +104,11 @@ def _attend_on_cuda(
     from bladellm_kernels import prefill_sdpa, ragged_prefill_triton
 
     longest = max(span.start + span.query_len for span in spans)
+    heads = prefill_sdpa.layer_heads(q, kv)
+    if one_pass_takes(q, kv, window, longest, q if out is None else out):
+        return _attend_in_one_pass(q, kv, one_pass_routes(tuple(spans), heads), scale, out)
     cudnn = cudnn_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
-    heads = prefill_sdpa.layer_heads(q, kv)
     routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window, planned)
     if alone and routes.cudnn:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale, planned=planned)
@@ -116,6 +119,19 @@ def _attend_on_cuda(
         ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)
     for span in routes.cudnn:
         prefill_sdpa.attend_chunk(q, kv, span, scale, out, planned=planned)
+    return out
+
+
+def _attend_in_one_pass(
+    q: torch.Tensor, kv: KvLayer, routes: Routes, scale: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    from bladellm_kernels import one_pass_prefill, ragged_prefill_triton
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if routes.one_pass:
+        one_pass_prefill.launch(q, kv, routes.one_pass, scale, out)
+    if routes.stored:
+        ragged_prefill_triton.launch(q, kv, routes.stored, scale, None, out)
     return out
 
 

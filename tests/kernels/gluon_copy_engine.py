@@ -26,10 +26,10 @@ class Described:
         tile[tuple(map(slice, inside.shape))] = inside
         return tile
 
-    def write(self, first_row: int, first_column: int, tile: torch.Tensor) -> None:
+    def write(self, first: list[int], tile: torch.Tensor) -> None:
         """A tile, but for what is outside."""
-        inside = self.data[first_row : first_row + tile.shape[0], first_column : first_column + tile.shape[1]]
-        inside.copy_(tile[: inside.shape[0], : inside.shape[1]])
+        inside = self.data[tuple(slice(at, at + size) for at, size in zip(first, tile.shape, strict=True))]
+        inside.copy_(tile[tuple(map(slice, inside.shape))])
 
 
 @dataclass
@@ -64,6 +64,7 @@ class CopyEngine:
     def __init__(self, late: bool) -> None:
         self.late = late
         self.barriers: dict[int, Barrier] = {}
+        self.named: dict[str, Barrier] = {}
         self.partitions: Partitions | None = None
 
     def init(self, place, count: int) -> None:
@@ -98,7 +99,9 @@ class CopyEngine:
         else:
             work()
 
-    def wait(self, place, parity) -> None:
+    def wait(self, place, parity, pred=True) -> None:
+        if not pred:
+            return
         barrier = self.barriers[place.data.data_ptr()]
 
         def ended() -> bool:
@@ -110,10 +113,27 @@ class CopyEngine:
             self.partitions.wait_until(ended)
         assert ended(), "the phase never ends"
 
+    def meet(self, instruction: str, name: str, threads: str) -> None:
+        """`bar.sync` or `bar.arrive` of a partition of four warps at a barrier of so many threads."""
+        barrier = self.named.setdefault(name, Barrier(int(threads) // 128))
+        phase = barrier.phase
+        barrier.arrive()
+        self.progress()
+        if instruction == "bar.sync":
+            self.partitions.wait_until(lambda: barrier.phase > phase)
+
     def names(self) -> dict[str, object]:
         return {
-            "tma": types.SimpleNamespace(async_copy_global_to_shared=self.copy, tensor_descriptor=None),
+            "tma": types.SimpleNamespace(
+                async_copy_global_to_shared=self.copy, tensor_descriptor=None, make_tensor_descriptor=described
+            ),
             "mbarrier": types.SimpleNamespace(
                 init=self.init, expect=self.expect, arrive=self.arrive, wait=self.wait, MBarrierLayout=lambda: None
             ),
         }
+
+
+def described(base, shape: list, strides: list, block: list[int], layout: None) -> Described:
+    """A tensor that a kernel describes: `base` is a `Pointer`."""
+    first = base.data.storage_offset() + int(base.offset)
+    return Described(base.data.as_strided([int(each) for each in shape], [int(each) for each in strides], first))

@@ -35,6 +35,9 @@ class Pointer:
     def __add__(self, other) -> "Pointer":
         return Pointer(self.data, self.offset + other)
 
+    def __getitem__(self, places) -> "Pointer":
+        return Pointer(self.data, self.offset[places])
+
     def to(self, dtype) -> torch.Tensor:
         """As numbers: elements from the first one on."""
         return torch.as_tensor(self.offset, dtype=dtype)
@@ -79,6 +82,9 @@ class Shared:
 
     def permute(self, order) -> "Shared":
         return Shared(self.data.permute(order))
+
+    def reshape(self, shape) -> "Shared":
+        return Shared(self.data.view(shape))
 
     def store(self, value) -> None:
         self.data.copy_(value)
@@ -156,8 +162,8 @@ class Machine:
     def write(self, described: Described, first, buffer: Shared) -> None:
         """A copy of shared memory that reads it when it is done."""
         assert self.waited, "kernels before this one may still read what it writes"
-        row, column = (int(each) for each in first)
-        self.written[threading.get_ident()].add(lambda: described.write(row, column, buffer.data))
+        corner = [int(each) for each in first]
+        self.written[threading.get_ident()].add(lambda: described.write(corner, buffer.data))
 
     def wait_written(self, pendings: int) -> None:
         self.written[threading.get_ident()].wait(pendings)
@@ -181,7 +187,13 @@ class Machine:
         assert self.waited, "kernels before this one may still read what it adds to"
         return pointer.add(value)
 
-    def assembly(self, text: str, constraints: str, values: list, *types, **options) -> torch.Tensor:
+    def assembly(self, text: str, constraints: str, values: list, *types, **options) -> object:
+        if text.startswith("bar."):
+            return self.engine.meet(*text.split(";")[0].replace(",", "").split())
+        if text.startswith("cvt.rn.bf16x2"):
+            return torch.stack(values, -1).bfloat16().view(torch.int32).squeeze(-1)
+        if text.startswith("mov.b32 {"):
+            return values[0].unsqueeze(-1).view(options["dtype"][0]).unbind(-1)
         self.assembled.append(values)
         return values[0]
 
@@ -198,6 +210,7 @@ class Machine:
             atomic_add=self.atomic_add,
             store=self.store,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            zeros_like=torch.zeros_like,
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             where=lambda *values: torch.where(*map(torch.as_tensor, values)),
             maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),

@@ -1,5 +1,7 @@
 """Prefill attention by work lists of fixed length: room, empty entries, and every way to carry a list out."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from bladellm_kernels.listed_prefill_attention import (
     list_views,
     listed_cost,
     listed_prefill_attention,
+    one_pass_programs,
 )
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span, TileShape
@@ -33,7 +36,7 @@ def listed(spans, window, shape: ListShape, device="cpu"):
 
 def shape_for(q, kv, chunks: int) -> ListShape:
     heads = Heads(q.shape[1], kv.kv_heads, kv.head_dim, quantized=kv.format.quantized)
-    return list_shape(q.shape[0], chunks, heads, q.dtype)
+    return list_shape(q.shape[0], chunks, heads, q.dtype, one_pass_programs(q.shape[0], kv, q.dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,6 +93,24 @@ def test_many_divided_chunks_have_no_room():
     assert not fill_list([Span(0, 16, 60_000, 0, slot) for slot in range(2)], None, shape, target)
 
 
+def test_each_chunk_is_in_one_of_the_lists():
+    """In one pass or as tiles; windows are Triton's; more chunks than programs have no room."""
+    shape = list_shape(1024, 8, Heads(32, 8, 128), torch.bfloat16, 132)
+    for _ in range(50):
+        lengths = [int(400 ** random.random()) for _ in range(random.randint(0, 6))]
+        spans = [Span(7 * slot, each, int(40_000 ** random.random()), 9, slot) for slot, each in enumerate(lengths)]
+        views = listed(spans, None, shape)
+        passed = {(first, count, start) for first, count, start, _, _, _ in views.programs.tolist() if count}
+        tiled = {(item[1], item[2], item[3]) for item in views.tiles.items.tolist() if item[2]}
+        assert not passed & tiled
+        assert passed | tiled == {(span.first, span.query_len, span.start) for span in spans}
+        assert (listed(spans, 600, shape).programs[:, 1] == 0).all()
+    narrow = listed([Span(0, 16, 60_000, 0, 0), Span(16, 600, 0, 0, 1)], None, shape)
+    assert set(narrow.programs[:, 1].tolist()) == {600}, "few queries behind many keys have their keys divided"
+    many = [Span(slot, 4, 0, 0, slot) for slot in range(133)]
+    assert not fill_list(many, None, shape._replace(items=1), np.empty(shape.numbers, np.int64))
+
+
 def test_cost_grows_with_the_prefix():
     heads = Heads(32, 8, 128)
     costs = [listed_cost([Span(0, 1024, start, 0, 0)], heads) for start in (0, 4096, 32768)]
@@ -106,7 +127,7 @@ def interpreted() -> None:
         q, kv, chunks = prefill_case(name, torch.float32, (6, 2, 32), [(0, 5), (40, 1), (13, 30)])
         shape = ListShape(16, 3, 2, 40, 20, 30)
         out = torch.full(q.shape, 7.0)
-        tiles = listed(chunks, window, shape)
+        tiles = listed(chunks, window, shape).tiles
         launch_tiles(q, kv, tiles, TileShape(16, 16, 4, 1), 0.21, window, out, True)
         assert (out[:2] == 7).all()
         assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.21, window)[2:], torch.float32)
@@ -126,10 +147,10 @@ def test_a_captured_launch_serves_every_list(name, heads):
     q, kv, chunks = prefill_case(name, torch.bfloat16, heads, spans, "cuda")
     shape = shape_for(q, kv, len(spans))
     numbers, out = torch.zeros(shape.numbers, dtype=torch.int64, device="cuda"), torch.empty_like(q)
-    tiles, graph = list_views(numbers, shape), torch.cuda.CUDAGraph()
-    listed_prefill_attention(q, kv, tiles, 0.1, None, out)
+    lists, graph = list_views(numbers, shape), torch.cuda.CUDAGraph()
+    listed_prefill_attention(q, kv, lists, 0.1, None, out)
     with torch.cuda.graph(graph):
-        listed_prefill_attention(q, kv, tiles, 0.1, None, out)
+        listed_prefill_attention(q, kv, lists, 0.1, None, out)
     expected = ragged_prefill_attention_reference(q.cpu(), on_cpu(kv), chunks, 0.1)
     for some in ([], chunks[:1], chunks[3:4], chunks[1:3], chunks):
         numbers.copy_(torch.from_numpy(filled(some, shape)))

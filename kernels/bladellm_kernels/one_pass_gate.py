@@ -1,0 +1,32 @@
+"""Whether `one_pass_prefill` can do prefill attention on some tensors."""
+
+import torch
+
+from bladellm_kernels.has_triton import has_triton
+from bladellm_kernels.kv_layer import KvLayer
+
+HEAD_DIM = 128
+
+
+def one_pass_serves(kv: KvLayer, dtype: torch.dtype) -> bool:
+    """For queries of `dtype` and sequences of which every query sees all before it: on a Hopper half precision, and
+    plain contiguous memory at whole 16 bytes."""
+    device = kv.payload.device
+    if not kv.payload.is_cuda or not has_triton() or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9 or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    plain = not kv.format.quantized and not kv.paged and kv.head_dim == HEAD_DIM
+    return plain and _fits(kv.payload)
+
+
+def one_pass_takes(q: torch.Tensor, kv: KvLayer, window: int | None, longest: int, out: torch.Tensor) -> bool:
+    """The same for sequences of up to `longest`, and whether queries and results are at whole 16 bytes, too."""
+    whole = window is None or window >= longest
+    return whole and one_pass_serves(kv, q.dtype) and _fits(q) and _fits(out)
+
+
+def _fits(data: torch.Tensor) -> bool:
+    """Whether the copy engine can have it."""
+    *outer, last = data.stride()
+    return data.data_ptr() % 16 == 0 and last == 1 and all(stride > 0 and stride % 8 == 0 for stride in outer)
