@@ -34,6 +34,8 @@ from bladellm_kernels.ragged_prefill_attention import takes_kernels
 
 ONE_PASS_TOKENS = 256
 """Steps of fewer are attended to by Triton alone: there is nothing to gain, and each launch takes its time."""
+NARROW_TILES = 16
+"""Where attention in one pass takes what has no room elsewhere, tiles of chunks of few queries are all that is left."""
 
 
 class ListShape(NamedTuple):
@@ -82,12 +84,13 @@ def one_pass_programs(tokens: int, kv: KvLayer, dtype: torch.dtype) -> int:
 def list_shape(tokens: int, chunks: int, heads: Heads, dtype: torch.dtype, programs: int = 0) -> ListShape:
     """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`; programs: `one_pass_programs`.
 
-    There is room for every tile of such a step, and for the parts of one chunk whose keys are divided.
+    There is room for the parts of one chunk whose keys are divided, and without attention in one pass for every tile of
+    such a step.
     """
     group = heads.query // heads.kv
     tile = _tile(tokens, group, heads.dim, dtype, heads.quantized)
     parts = max(2, PROGRAMS // heads.kv)
-    items = -(-tokens * group // tile.rows) + chunks + parts
+    items = (NARROW_TILES if programs else -(-tokens * group // tile.rows) + chunks) + parts
     return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs)
 
 

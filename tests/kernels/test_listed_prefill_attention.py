@@ -72,10 +72,10 @@ def test_every_kv_format(device, name, paged):
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 1, 64)], ids=str)
-@pytest.mark.parametrize("tokens", [32, 96, 1024, 2048])
-def test_there_is_room_for_every_step_of_few_chunks(heads, tokens):
+@pytest.mark.parametrize(("tokens", "programs"), [(32, 0), (96, 0), (1024, 0), (2048, 0), (256, 132), (2048, 132)])
+def test_there_is_room_for_every_step_of_few_chunks(heads, tokens, programs):
     """However the tokens are shared out, wherever chunks start; one chunk's keys may be divided."""
-    shape = list_shape(tokens, 4, Heads(*heads), torch.bfloat16)
+    shape = list_shape(tokens, 4, Heads(*heads), torch.bfloat16, programs)
     target = np.empty(shape.numbers, dtype=np.int64)
     for _ in range(20):
         cuts = np.sort(np.random.randint(1, tokens, 3))
@@ -83,7 +83,8 @@ def test_there_is_room_for_every_step_of_few_chunks(heads, tokens):
         spans = [Span(0, int(length), 0, 0, slot) for slot, length in enumerate(lengths) if length]
         spans[0] = spans[0]._replace(start=int(np.random.randint(100_000)))
         assert fill_list(spans, None, shape, target)
-    assert not fill_list([Span(0, 1, 0, 0, slot) for slot in range(shape.items + 1)], None, shape, target)
+    many = [Span(0, 1, 0, 0, slot) for slot in range(max(shape.items, programs) + 1)]
+    assert not fill_list(many, None, shape, target)
 
 
 def test_many_divided_chunks_have_no_room():
