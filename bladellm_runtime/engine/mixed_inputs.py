@@ -144,7 +144,8 @@ class MixedInputs:
         for size in sizes:
             rows = min(size, arena.spec.num_slots)
             chunks = min(rows, max(LEAST_CHUNKS, size // CHUNK_TOKENS))
-            shape = list_shape(size, chunks, heads, dtype, one_pass_programs(size, layer, dtype))
+            programs, windowed = one_pass_programs(size, layer, dtype), any(window is not None for window in windows)
+            shape = list_shape(size, chunks, heads, dtype, programs, windowed)
             self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)), max_loras)
         most = max(layout.numbers for layout in self._layouts.values())
         self._static = torch.zeros(most, dtype=torch.int64, device=arena.device)

@@ -81,16 +81,19 @@ def one_pass_programs(tokens: int, kv: KvLayer, dtype: torch.dtype) -> int:
     return multiprocessors(kv.payload.device)
 
 
-def list_shape(tokens: int, chunks: int, heads: Heads, dtype: torch.dtype, programs: int = 0) -> ListShape:
-    """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`; programs: `one_pass_programs`.
+def list_shape(
+    tokens: int, chunks: int, heads: Heads, dtype: torch.dtype, programs: int = 0, windows: bool = False
+) -> ListShape:
+    """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`; programs: `one_pass_programs`;
+    windows: whether lists are filled for some, too.
 
-    There is room for the parts of one chunk whose keys are divided, and without attention in one pass for every tile of
-    such a step.
+    There is room for the parts of one chunk whose keys are divided, and unless all chunks can be attended to in one
+    pass for every tile of such a step.
     """
     group = heads.query // heads.kv
     tile = _tile(tokens, group, heads.dim, dtype, heads.quantized)
     parts = max(2, PROGRAMS // heads.kv)
-    items = (NARROW_TILES if programs else -(-tokens * group // tile.rows) + chunks) + parts
+    items = (NARROW_TILES if programs and not windows else -(-tokens * group // tile.rows) + chunks) + parts
     return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs)
 
 
@@ -99,11 +102,10 @@ def fill_list(spans: Sequence[Span], window: int | None, shape: ListShape, targe
     if not shape.programs or window is not None:
         return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
     heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, HEAD_DIM)
-    routes = one_pass_routes(tuple(spans), heads)
-    entries = list_programs(routes.one_pass, heads, shape.programs)
-    if _write(entries, routes.stored, window, shape, target):
-        return True
-    return _write(list_programs(spans, heads, shape.programs), (), window, shape, target)
+    return any(
+        _write(list_programs(routes.one_pass, heads, shape.programs), routes.stored, window, shape, target)
+        for routes in one_pass_routes(tuple(spans), heads)
+    )
 
 
 def _write(

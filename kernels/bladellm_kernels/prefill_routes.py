@@ -64,8 +64,8 @@ def choose_routes(
 
 
 @lru_cache(maxsize=16)
-def one_pass_routes(spans: tuple[Span, ...], heads: Heads) -> Routes:
-    """The cheapest of: all chunks in one pass, all by Triton, or by Triton those behind the longest prefixes, whose
+def one_pass_routes(spans: tuple[Span, ...], heads: Heads) -> tuple[Routes, ...]:
+    """The cheapest first: all chunks in one pass, all by Triton, and by Triton those behind the longest prefixes, whose
     keys it divides where their queries are few. On memory that can be read in one pass, without window."""
     order = sorted(spans, key=lambda span: -span.start)
     counts = {*range(min(len(spans), MOST_APART) + 1), len(spans)}
@@ -73,7 +73,10 @@ def one_pass_routes(spans: tuple[Span, ...], heads: Heads) -> Routes:
     def cost(count: int) -> float:
         return kernel_cost(heads, order[:count], count == 1) + one_pass_cost(heads, order[count:])
 
-    apart = set(order[: min(counts, key=cost)])
+    return tuple(_parted(spans, set(order[:count])) for count in sorted(counts, key=cost))
+
+
+def _parted(spans: Sequence[Span], apart: set[Span]) -> Routes:
     stored = tuple(span for span in spans if span in apart)
     return Routes(stored=stored, one_pass=tuple(span for span in spans if span not in apart))
 

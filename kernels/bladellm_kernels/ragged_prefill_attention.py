@@ -106,7 +106,7 @@ def _attend_on_cuda(
     longest = max(span.start + span.query_len for span in spans)
     heads = prefill_sdpa.layer_heads(q, kv)
     if one_pass_takes(q, kv, window, longest, q if out is None else out):
-        return _attend_in_one_pass(q, kv, one_pass_routes(tuple(spans), heads), scale, out)
+        return _attend_in_one_pass(q, kv, one_pass_routes(tuple(spans), heads)[0], scale, out)
     cudnn = cudnn_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
     routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window, planned)

@@ -105,7 +105,8 @@ def test_each_chunk_is_in_one_of_the_lists():
         tiled = {(item[1], item[2], item[3]) for item in views.tiles.items.tolist() if item[2]}
         assert not passed & tiled
         assert passed | tiled == {(span.first, span.query_len, span.start) for span in spans}
-        assert (listed(spans, 600, shape).programs[:, 1] == 0).all()
+        windowed = list_shape(1024, 8, Heads(32, 8, 128), torch.bfloat16, 132, True)
+        assert (listed(spans, 600, windowed).programs[:, 1] == 0).all()
     narrow = listed([Span(0, 16, 60_000, 0, 0), Span(16, 600, 0, 0, 1)], None, shape)
     assert set(narrow.programs[:, 1].tolist()) == {600}, "few queries behind many keys have their keys divided"
     many = [Span(slot, 4, 0, 0, slot) for slot in range(133)]
