@@ -83,7 +83,7 @@ def test_there_is_room_for_every_step_of_few_chunks(heads, tokens, programs):
         spans = [Span(0, int(length), 0, 0, slot) for slot, length in enumerate(lengths) if length]
         spans[0] = spans[0]._replace(start=int(np.random.randint(100_000)))
         assert fill_list(spans, None, shape, target)
-    many = [Span(0, 1, 0, 0, slot) for slot in range(max(shape.items, programs) + 1)]
+    many = [Span(0, 1, 0, 0, slot) for slot in range(shape.items + programs + 1)]
     assert not fill_list(many, None, shape, target)
 
 
@@ -109,7 +109,7 @@ def test_each_chunk_is_in_one_of_the_lists():
         assert (listed(spans, 600, windowed).programs[:, 1] == 0).all()
     narrow = listed([Span(0, 16, 60_000, 0, 0), Span(16, 600, 0, 0, 1)], None, shape)
     assert set(narrow.programs[:, 1].tolist()) == {600}, "few queries behind many keys have their keys divided"
-    many = [Span(slot, 4, 0, 0, slot) for slot in range(133)]
+    many = [Span(slot, 4, 0, 0, slot) for slot in range(140)]
     assert not fill_list(many, None, shape._replace(items=1), np.empty(shape.numbers, np.int64))
 
 
