@@ -153,7 +153,7 @@ class EngineArgs:
     cuda_graph_batch_sizes: list[int] = flag(
         [],
         "Batch sizes whose decode step is captured as CUDA graphs, ascending; steps are padded up to the next one and "
-        "run without a graph above the last. Default: 1 2 4 8 16 24 ... up to --cuda_graph_max_batch_size.",
+        "run without a graph above the last. Default: 1 2 4 8 16 24 ... 256 288 ... up to --cuda_graph_max_batch_size.",
         group="Engine", low=1, high=4096,
     )  # fmt: skip
     cuda_graph_max_batch_size: int | None = flag(

@@ -1,6 +1,7 @@
 """Which batch sizes are captured, what the engine says about it, and what it does when it cannot."""
 
 import logging
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,13 @@ def test_default_sizes_end_at_the_slots():
 def test_the_maximum_is_captured_itself():
     assert sizes(cuda_graph_max_batch_size=50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
     assert sizes(cuda_graph_max_batch_size=3) == [1, 2, 3]
-    assert sizes(cuda_graph_max_batch_size=300, max_running_requests=500)[-2:] == [256, 300]
+    assert sizes(cuda_graph_max_batch_size=300, max_running_requests=500)[-3:] == [256, 288, 300]
+
+
+def test_large_steps_are_padded_by_an_eighth_at_most():
+    large = sizes(cuda_graph_max_batch_size=1024, max_running_requests=1024)
+    assert large[-1] == 1024
+    assert all(size <= 1.125 * below + 1 for below, size in pairwise(large) if below >= 64)
 
 
 def test_given_sizes_win_over_the_maximum():

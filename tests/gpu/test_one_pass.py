@@ -9,7 +9,7 @@ from bladellm_runtime import LLM, SamplingParams
 from tests.engine.test_mixed_graphs import count_mixed
 from tests.kernels.test_one_pass_prefill import ON_HOPPER
 
-pytestmark = [pytest.mark.gpu, ON_HOPPER]
+pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.timeout(300)]
 
 LENGTHS = (900, 33, 301, 1500, 2, 640)
 WAYS = {
