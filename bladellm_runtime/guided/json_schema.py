@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from bladellm_runtime.guided import regex_syntax, schema_rows
+from bladellm_runtime.guided import regex_syntax, schema_rows, schema_strings
 from bladellm_runtime.guided.pauses import breathe
 
 MAX_COUNT = 100_000
@@ -52,10 +52,13 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A schema to compile. may_multiply: its choices may become more alternatives than there are in its text."""
+    """A schema to compile. may_multiply: its choices may become more alternatives than there are in its text;
+    lengths_alone_matter, repeated_texts: see `schema_strings`."""
 
     schema: Schema
     may_multiply: bool
+    lengths_alone_matter: bool
+    repeated_texts: list[tuple[Schema, str]]
 
 
 def prepared(schema: Schema) -> Prepared:
@@ -67,6 +70,7 @@ def prepared(schema: Schema) -> Prepared:
     if not _ends(schema, references):
         raise SchemaError("it is unsatisfiable: its recursion ($ref) has no end")
     multiplies = schema_rows.may_multiply(nodes)
+    lengths_alone_matter, repeated = schema_strings.lengths_alone_matter(nodes), schema_strings.repeated_texts(nodes)
     _exclude_bounds(nodes)
     for node in nodes:
         breathe()
@@ -76,7 +80,7 @@ def prepared(schema: Schema) -> Prepared:
         _rewrite_strings(node)
     if schema_rows.has_large_row(nodes, references):
         raise SchemaError("anyOf, oneOf and allOf bring too many properties together at one place")
-    return Prepared(schema, multiplies)
+    return Prepared(schema, multiplies, lengths_alone_matter, repeated)
 
 
 def _visited(schema: Schema) -> list[Schema]:

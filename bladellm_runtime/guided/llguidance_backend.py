@@ -13,19 +13,28 @@ import numpy as np
 
 from bladellm_runtime.guided.backend import Matcher, MatcherError
 from bladellm_runtime.guided.constraint import ConstraintError
-from bladellm_runtime.guided.llguidance_grammar import grammar_of
+from bladellm_runtime.guided.llguidance_grammar import Grammar, grammar_of
+from bladellm_runtime.guided.llguidance_tokenizer import tokenizer_of
+from bladellm_runtime.guided.schema_strings import URI_CHARS
+from bladellm_runtime.guided.short_strings import PLAIN, Follower, ShortStrings
 from bladellm_runtime.guided.vocabulary import Masks, Row, Vocabulary
 from bladellm_runtime.request import Constraint
 
 _BASE_BYTES, _BYTES_A_SOURCE_BYTE = 64 * 1024, 96
 """What a compiled constraint is counted with, on the safe side: the library does not tell, and resident memory grew by
 0 to 150 kB a schema over hundreds of schemas, each followed for 40 tokens."""
+_SHORT_STRING_BYTES = 400 * 1024
+"""More for strings of limited length and the second matcher: it grew by 520 kB a schema, and 320 without the latter."""
 _MOST_THREADS, _MOST_COPIES = 32, 16
 """A copy of a constraint costs a compilation and memory; with four rows each, 16 do for a step of 64."""
-_PLAIN = r'[^"\\\x00-\x1F\x7F\x{85}\x{2028}\x{2029}]'
-_SLICES = [*(f"{_PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 15, 30)), f"{_PLAIN}+"]
-"""Parts of the vocabulary allowed as a whole where any text of so many characters is: in strings with a `maxLength`,
-and for `.`, which is why line separators are left out."""
+_SLICES = [
+    *(f"{PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 15, 30)),
+    f"{PLAIN}+",
+    "[a-zA-Z0-9]+",
+    f"[{URI_CHARS}]+",
+]
+"""Parts of the vocabulary allowed as a whole where any text of such characters is: in strings with a `maxLength`, in
+formats, and for `.`, which is why line separators are left out."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """For vocabularies without their tokenizer: do not narrow forced text to the tokens that it would write."""
 
@@ -37,24 +46,31 @@ class LlguidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        wrapper = llguidance.TokenizerWrapper(_Pieces(vocabulary))
-        self._tokenizer = llguidance.LLTokenizer(
-            wrapper, n_vocab=len(vocabulary.pieces), eos_token=list(vocabulary.end_ids), slices=_SLICES
-        )
+        self._tokenizer = tokenizer_of(vocabulary, _SLICES)
         threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) * 4 // 5))
         self._executor = llguidance.LLExecutor(threads)
+        self._short_strings = ShortStrings(vocabulary)
         self.copies = min(_MOST_COPIES, threads)
         self._openers = [vocabulary.pieces.index(piece) for piece in (b"{", b"[") if piece in vocabulary.pieces]
 
     def compile(self, constraint: Constraint, deadline: float) -> "LlguidanceCompiled":
         """`Backend.compile`; the library's own limits keep it far below any useful deadline."""
         grammar = grammar_of(constraint)
+        try:
+            return self._compiled(grammar, constraint)
+        except ConstraintError:
+            if grammar.simpler is None:
+                raise
+        return self._compiled(grammar.simpler, constraint)
+
+    def _compiled(self, grammar: Grammar, constraint: Constraint) -> "LlguidanceCompiled":
         text = grammar.text if self.vocabulary.encode is not None else _NO_FORCING + grammar.text
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_limits(grammar.max_symbols))
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise ConstraintError(f"{constraint.field} cannot be used: {_clause(problem)}", constraint.field)
-        compiled = LlguidanceCompiled(matcher, self.vocabulary, len(text))
+        follower = self._follower(grammar) if grammar.has_short_strings else None
+        compiled = LlguidanceCompiled(matcher, self.vocabulary, len(text), follower)
         try:
             self._try(compiled)
         except MatcherError as error:
@@ -62,6 +78,15 @@ class LlguidanceBackend:
                 f"{constraint.field} cannot be satisfied or is too complex: {error}", constraint.field
             ) from None
         return compiled
+
+    def _follower(self, grammar: Grammar) -> Follower | None:
+        """What fills the rows of short strings; None where the library cannot."""
+        shared = self._short_strings
+        if not shared.is_usable:
+            return None
+        limits = _limits(grammar.max_symbols)
+        first = llguidance.LLMatcher(shared.tokenizer, _NO_FORCING + grammar.text, log_level=0, limits=limits)
+        return None if first.is_error() else Follower(first, shared)
 
     def _try(self, compiled: "LlguidanceCompiled") -> None:
         """The first row, and those inside an object or array, where what is too large fails. Raises MatcherError.
@@ -82,7 +107,7 @@ class LlguidanceBackend:
         own = [matcher for matcher in matchers if isinstance(matcher, LlguidanceMatcher)]
         going = [(matcher, row) for matcher, row in zip(own, rows, strict=True) if not matcher.is_done]
         # A thread gets rows beside each other: those behind one lock, which wait for each other in any case.
-        pairs = [(matcher.inner, row) for matcher, row in sorted(going, key=lambda pair: pair[0].lexer)]
+        pairs = [(matcher.filler(), row) for matcher, row in sorted(going, key=lambda pair: pair[0].lexer)]
         if pairs:
             self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
         return [matcher.checked(masks[row]) for matcher, row in zip(own, rows, strict=True)]
@@ -91,32 +116,45 @@ class LlguidanceBackend:
 class LlguidanceCompiled:
     """A grammar with its lexer; matchers share what the lexer learns, behind a lock: `deep_copy` does not copy it."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, source_bytes: int) -> None:
-        self._first, self._vocabulary = matcher, vocabulary
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, source_bytes: int, follower: Follower | None
+    ) -> None:
+        self._first, self._vocabulary, self._follower = matcher, vocabulary, follower
         self.byte_count = _BASE_BYTES + _BYTES_A_SOURCE_BYTE * source_bytes
+        self.byte_count += _SHORT_STRING_BYTES if follower is not None else 0
 
     def matcher(self) -> "LlguidanceMatcher":
         """A matcher at the beginning of a text."""
-        return LlguidanceMatcher(self._first.deep_copy(), self._vocabulary, id(self))
+        follower = self._follower and self._follower.at_the_beginning()
+        return LlguidanceMatcher(self._first.deep_copy(), self._vocabulary, id(self), follower)
 
 
 class LlguidanceMatcher:
     """One sequence's place in the grammar. Those of equal `lexer` share one."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, lexer: int) -> None:
-        self.inner, self._vocabulary, self.lexer = matcher, vocabulary, lexer
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, lexer: int, follower: Follower | None
+    ) -> None:
+        self.inner, self._vocabulary, self.lexer, self.follower = matcher, vocabulary, lexer, follower
         self._count, self._ended = 0, False
 
     def fill_mask(self, row: Row) -> None:
         """`Matcher.fill_mask`."""
         if not self.is_done:
-            self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self.filler().unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         error = self.checked(row)
         if error is not None:
             raise error
 
+    def filler(self) -> llguidance.LLMatcher:
+        """The library's matcher that fills the next row, for `checked` to complete."""
+        follower = self.follower
+        return self.inner if follower is None else follower.filler(self.inner)
+
     def checked(self, row: Row) -> MatcherError | None:
-        """What is wrong with the row that the library filled, if anything; takes unusable tokens out of it."""
+        """Complete the row that `filler` filled, and take unusable tokens out of it; what is wrong, if anything."""
+        if self.follower is not None and not self.is_done and not self.follower.complete(row):
+            self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self.inner.is_error():
             return MatcherError(_clause(self.inner.get_error()))
         if self.is_done:
@@ -137,6 +175,8 @@ class LlguidanceMatcher:
         taken = self.inner.try_consume_tokens([token])
         self.check()
         self._count += taken
+        if taken and self.follower is not None:
+            self.follower.accept(token)
         return bool(taken)
 
     @property
@@ -161,27 +201,13 @@ class LlguidanceMatcher:
             self.inner.rollback(count)
             self.check()
             self._count -= count
+            if self.follower is not None:
+                self.follower.rollback(count)
 
     def check(self) -> None:
         """Raises `MatcherError` if the library has given up."""
         if self.inner.is_error():
             raise MatcherError(_clause(self.inner.get_error()))
-
-
-class _Pieces:
-    """The vocabulary as llguidance asks for it."""
-
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.pieces
-        self.eos_token_id = vocabulary.end_ids[0]
-        self.special_token_ids = [token for token, piece in enumerate(self.tokens) if not piece]
-        self._encode = vocabulary.encode
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """The tokenizer's own tokens of a text, which the library allows where the text is forced."""
-        return self._encode(text if isinstance(text, str) else text.decode()) if self._encode else []
 
 
 def _limits(symbols: int) -> llguidance.LLParserLimits:

@@ -2,12 +2,13 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 
-from bladellm_runtime.guided import json_schema, regex_syntax
+from bladellm_runtime.guided import json_schema, regex_syntax, schema_strings
 from bladellm_runtime.guided.constraint import ConstraintError
+from bladellm_runtime.guided.schema_strings import PROBE
 from bladellm_runtime.request import Constraint, ConstraintKind
 
 MAX_WRITTEN_SCHEMA = 2**20
@@ -30,10 +31,13 @@ _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|#[
 
 @dataclass(frozen=True)
 class Grammar:
-    """Lark source. max_symbols: of the grammar that it becomes."""
+    """Lark source. max_symbols: of the grammar that it becomes; has_short_strings: `ShortStrings` applies; simpler: the
+    same language, with slower rows, for where this is too much."""
 
     text: str
     max_symbols: int = MAX_SYMBOLS
+    has_short_strings: bool = False
+    simpler: "Grammar | None" = None
 
 
 def grammar_of(constraint: Constraint) -> Grammar:
@@ -60,10 +64,18 @@ def _schema_grammar(constraint: Constraint) -> Grammar:
         prepared = json_schema.prepared(orjson.loads(constraint.source))
     except json_schema.SchemaError as error:
         raise ConstraintError(f"{constraint.field} cannot be used: {error}", constraint.field) from None
-    text = orjson.dumps(prepared.schema | {"x-guidance": _SCHEMA_OPTIONS}).decode()
+    text = _json_grammar(prepared.schema)
     if len(text) > MAX_WRITTEN_SCHEMA:
         raise ConstraintError(f"{constraint.field} has too large patterns", constraint.field)
-    return Grammar(f"start: %json {text}", MAX_SYMBOLS_IN_A_ROW if prepared.may_multiply else MAX_SYMBOLS)
+    grammar = Grammar(text, MAX_SYMBOLS_IN_A_ROW if prepared.may_multiply else MAX_SYMBOLS,
+                      has_short_strings=prepared.lengths_alone_matter and PROBE not in text)  # fmt: skip
+    if not schema_strings.add_alternatives(prepared.schema, prepared.repeated_texts):
+        return grammar
+    return replace(grammar, text=_json_grammar(prepared.schema), simpler=grammar)
+
+
+def _json_grammar(schema: json_schema.Schema) -> str:
+    return f"start: %json {orjson.dumps(schema | {'x-guidance': _SCHEMA_OPTIONS}).decode()}"
 
 
 def regex_of(constraint: Constraint) -> regex_syntax.Node:

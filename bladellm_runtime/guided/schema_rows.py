@@ -57,13 +57,14 @@ def may_multiply(nodes: list[Schema]) -> bool:
     """Whether choices may be merged with choices, be it twice the same: `allOf` of two `anyOf` of 10 are 100
     alternatives."""
     chooses = any(len(node[keyword]) > 1 for node in nodes for keyword in _CHOICES if _is_list(node, keyword))
-    return chooses and any(_parts(node) > 1 for node in nodes)
+    return chooses and any(map(is_merged, nodes))
 
 
-def _parts(node: Schema) -> int:
-    """How many schemas are merged into this one."""
+def is_merged(node: Schema) -> bool:
+    """Whether several schemas are merged into this one."""
     every = len(node["allOf"]) if _is_list(node, "allOf") else 0
-    return every + sum(keyword in node for keyword in ("$ref", *_CHOICES)) + any(name in node for name in _STRUCTURE)
+    parts = every + sum(keyword in node for keyword in ("$ref", *_CHOICES)) + any(name in node for name in _STRUCTURE)
+    return parts > 1
 
 
 def _is_list(node: Schema, keyword: str) -> bool:

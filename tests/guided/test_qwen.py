@@ -13,6 +13,7 @@ from bladellm_runtime.guided.llguidance_backend import LlguidanceBackend
 from bladellm_runtime.guided.vocabulary import allowed_tokens, vocabulary_of
 from bladellm_runtime.text.tokenizer import Tokenizer
 from tests.guided.samples import IPV4, PROFILE, compiled
+from tests.guided.test_short_strings import follow
 
 FOLDER = Path(__file__).parents[3] / "shared" / "tokenizers" / "qwen2"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="needs ../shared/tokenizers/qwen2")]
@@ -43,3 +44,18 @@ def test_random_tokens_satisfy_the_sample_client(fields: dict) -> None:
         else:
             jsonschema.validate(json.loads(text), PROFILE)
     assert ended > 3
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string", "maxLength": 12}},
+        {"type": "array", "items": {"type": "string", "pattern": "[a-z]cole", "minLength": 6}},
+        {"type": "array", "items": {"type": "string", "format": "uri"}},
+    ],
+    ids=["short", "pattern", "format"],
+)
+def test_rows_are_the_librarys(schema: dict) -> None:
+    rng = random.Random()
+    backend = LlguidanceBackend(vocabulary_of(Tokenizer.load(FOLDER), 151_936))
+    assert (follow(backend, schema, rng, 60) > 20) == ("maxLength" in schema["items"])
