@@ -13,7 +13,8 @@ from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, heads_of_a_tile, list_programs
-from bladellm_kernels.one_pass_prefill_hopper import OnePassTile, Stored, Written, one_pass_kernel
+from bladellm_kernels.one_pass_parts_hopper import OnePassTile, Stored, Written
+from bladellm_kernels.one_pass_prefill_hopper import one_pass_kernel
 from bladellm_kernels.one_pass_steps_hopper import DIM, ROWS
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span

@@ -2,15 +2,13 @@
 
 After FlashAttention-3 (arXiv:2407.08608). Every multiprocessor runs one program, which takes tile after tile: one warp
 fetches queries and blocks of keys and of values by the copy engine (TMA), and two groups of four warps attend with 64
-rows each. A group starts Q·Kᵀ of a block and P·V of the one before together and takes the softmax of the first while
-the second runs; the groups start theirs by turns, so that one's softmax runs beside the other's products. Blocks go
-from the last to the first: only the first steps mask.
+rows each. A group starts Q·Kᵀ of a block and P·V of the one before together, and the groups do so by turns: one's
+softmax runs beside the other's products. (Beside its own product too, by holding the wait for that back, was 3 to 6 %
+slower on an H200.) Blocks go from the last to the first: only the first steps mask.
 
 Heads that share a KV head are packed as rows: row r of a tile is token r // pack, head r % pack. Which tiles a program
 takes is an entry of a list (`one_pass_list`) in device memory, so that a captured launch serves other chunks.
 """
-
-from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS
+from bladellm_kernels.one_pass_parts_hopper import Place, Results, Ring, Work
 from bladellm_kernels.one_pass_steps_hopper import (
     DIM,
     KEYS,
@@ -39,73 +38,6 @@ GROUPS = gl.constexpr(2)
 """Of four warps. With the warp that fetches they are three groups of 168 registers a thread, dealt out anew."""
 
 FIELDS = gl.constexpr(ENTRY_FIELDS)
-
-
-class OnePassTile(NamedTuple):
-    """What the kernel is compiled for. pack: heads in a tile; stages: blocks of keys, and as many of values, that are
-    there or on their way."""
-
-    pack: int
-    stages: int
-
-
-class Written(NamedTuple):
-    """Outputs [T, heads, DIM], and their elements from a token to the next and from a head to the next."""
-
-    data: gl.tensor
-    token_stride: gl.tensor
-    head_stride: gl.tensor
-
-
-class Results(NamedTuple):
-    """Outputs as the copy engine has them, in tiles, and as they are, for tiles that hold more than a chunk's end."""
-
-    tiles: tma.tensor_descriptor
-    rows: Written
-
-
-class Stored(NamedTuple):
-    """A layer's rows, and their elements: from a row to the next, from a key to its value, from a KV head to the next,
-    and from the first one to behind the last."""
-
-    data: gl.tensor
-    row_stride: gl.tensor
-    kv_stride: gl.tensor
-    head_stride: gl.tensor
-    columns: gl.tensor
-
-
-class Place(NamedTuple):
-    """A tile: its first token and its first head, its blocks, and those of them that some row does not see whole."""
-
-    token: gl.tensor
-    head: gl.tensor
-    blocks: gl.tensor
-    masked: gl.tensor
-
-
-class Work(NamedTuple):
-    """A program's entry. Of its chunk the first token in the batch, the number of queries and the position of the
-    first; the program's place among those that share the chunk, and how many they are; heads, those that share a KV
-    head, and the columns of the stored rows from a KV head to the next, and from a key to its value."""
-
-    first: gl.tensor
-    queries: gl.tensor
-    start: gl.tensor
-    place: gl.tensor
-    programs: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    head_stride: gl.tensor
-    kv_stride: gl.tensor
-
-
-class Ring(NamedTuple):
-    """Blocks, and for each barriers that say that it is full, and that both groups have read it."""
-
-    blocks: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -1,5 +1,5 @@
 """One step of prefill attention in one pass on a Hopper, for `one_pass_prefill_hopper`: a group of four warps starts
-Q·Kᵀ of a block and P·V of the one before, and takes the softmax of the first while the second runs."""
+Q·Kᵀ of a block and P·V of the one before, lets the other group start its own, and takes the softmax of the first."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

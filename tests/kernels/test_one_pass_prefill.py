@@ -95,6 +95,7 @@ def run_in_python(
 ) -> None:
     """All programs of a launch, in any order; inputs are there only when the kernel waits for them."""
     from bladellm_kernels import one_pass_prefill, one_pass_prefill_hopper
+    from bladellm_kernels.one_pass_parts_hopper import OnePassTile, Written
 
     from tests.kernels.gluon_copy_engine import Described
     from tests.kernels.gluon_support import run_program
@@ -108,9 +109,9 @@ def run_in_python(
         q.fill_(torch.nan)
         run_program(
             one_pass_prefill_hopper.one_pass_kernel, program, late, asked, results,
-            one_pass_prefill_hopper.Written(out, out.stride(0), out.stride(1)), one_pass_prefill.stored(kv),
+            Written(out, out.stride(0), out.stride(1)), one_pass_prefill.stored(kv),
             entries, heads, group, SCALE * math.log2(math.e), on_wait=lambda: q.copy_(kept),
-            TILE=one_pass_prefill_hopper.OnePassTile(heads_of_a_tile(group), stages), EARLY=True,
+            TILE=OnePassTile(heads_of_a_tile(group), stages), EARLY=True,
         )  # fmt: skip
 
 
