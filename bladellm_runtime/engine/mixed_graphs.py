@@ -57,6 +57,7 @@ class MixedGraphs:
         spec = model.spec
         self.sizes = sorted(sizes)
         self._graphs: dict[int, Work] = {}
+        self._one_pass: dict[int, Work] = {}
         self._adapted: dict[int, Work] = {}
         self._model = model
         self._last_token = last_token
@@ -78,21 +79,28 @@ class MixedGraphs:
         self._graphs = capture_sizes(
             "graph_prefill_tokens",
             self.sizes,
-            partial(self._capture, capture, False),
+            partial(self._capture, capture, False, False),
             "steps with prefill chunks run without CUDA graphs",
         )
+        if self._graphs:
+            self._one_pass = capture_sizes(
+                "graph_one_pass_tokens",
+                [size for size in self.sizes if self.inputs.has_one_pass(size) and not any(self._model.spec.windows)],
+                partial(self._capture, capture, False, True),
+                "steps with prefill chunks have both kinds of attention",
+            )
         if self._model.lora is not None and self._graphs:
             self._adapted = capture_sizes(
                 "graph_lora_prefill_tokens",
                 self.sizes,
-                partial(self._capture, capture, True),
+                partial(self._capture, capture, True, False),
                 "steps with prefill chunks and adapters run without CUDA graphs",
             )
         return bool(self._graphs)
 
     def release(self) -> None:
         """Give the graphs back, whoever still holds this: what NCCL has in them keeps it from ending."""
-        for graphs in (self._graphs, self._adapted):
+        for graphs in (self._graphs, self._one_pass, self._adapted):
             graphs.clear()
 
     @property
@@ -116,11 +124,18 @@ class MixedGraphs:
     def forward(self, flat: FlatPlan, size: int) -> Tensor:
         """Queue the forward pass of the plan sent last, of that size. Returns what `Decoder.forward` does; of a stage
         with others behind it in memory that the next step writes to."""
-        (self._adapted if self.inputs.adapted else self._graphs)[size]()
+        self._graph(size)()
         if not self._model.ends.last:
             return self.hidden[: flat.tokens]
         wanted = self.inputs.logit_tokens(flat, size)
         return self.hidden[: len(flat.sampling_rows)] if wanted is None else self.hidden.index_select(0, wanted)
+
+    def _graph(self, size: int) -> Work:
+        """The one for the plan sent last. Where attention in one pass takes all chunks, the kernel for others, launched
+        for nothing, would cost 3 µs a layer."""
+        if self.inputs.adapted:
+            return self._adapted[size]
+        return self._one_pass.get(size, self._graphs[size]) if self.inputs.one_pass else self._graphs[size]
 
     def _cost(self, chunks: Sequence[PrefillRow]) -> float:
         """µs of prefill attention in a layer."""
@@ -128,11 +143,11 @@ class MixedGraphs:
         spans = [Span(0, chunk.query_len, start, 0, 0) for chunk, start in zip(chunks, starts, strict=True)]
         return listed_cost(spans, self._heads)
 
-    def _capture(self, capture: Capture, adapted: bool, size: int) -> Work:
+    def _capture(self, capture: Capture, adapted: bool, one_pass: bool, size: int) -> Work:
         self.inputs.send(None, size)
 
         def forward() -> None:
-            batch = self.inputs.batch(size, self._last_token, adapted)
+            batch = self.inputs.batch(size, self._last_token, adapted, one_pass)
             batch.workspace, batch.rotation = self._workspace, self._rotation
             batch.hidden = None if self.received is None else self.received[:size].clone()
             hidden = self._model.forward(batch)

@@ -9,6 +9,7 @@ import torch
 from bladellm_kernels.listed_prefill_attention import (
     ListShape,
     fill_list,
+    has_tiles,
     list_shape,
     list_views,
     one_pass_programs,
@@ -152,18 +153,21 @@ class MixedInputs:
         self._host = HostRing(most, arena.device, in_flight)
         self.adapted = False
         """Whether tokens of the plan sent last have adapters."""
+        self.one_pass = False
+        """Whether attention in one pass is all that its chunks need."""
 
     def has_one_pass(self, size: int) -> bool:
         """Whether such a step has the choice of all kinds of attention."""
         return self._layouts[size].list.programs > 0
 
-    def batch(self, size: int, last_token: Tensor, adapted: bool = False) -> ForwardBatch:
+    def batch(self, size: int, last_token: Tensor, adapted: bool = False, one_pass: bool = False) -> ForwardBatch:
         """The forward batch over these arrays. last_token: int64 [slots + 1], read on the device. adapted: tokens may
-        have adapters."""
+        have adapters; one_pass: attention in one pass is all that chunks need."""
         layout = self._layouts[size]
         tokens, rows, lists = layout.split(self._static[: layout.numbers])
         first, longest = tokens.prompt_ids[: layout.rows], self._arena.spec.max_tokens
         wanted = WantedTokens(rows.wanted, rows.wanted_base_rows, rows.wanted_slots, rows.wanted_kv_lens, longest)
+        views_of = [(window, list_views(numbers, layout.list)) for window, numbers in lists.items()]
         decoded = torch.where(first < 0, last_token.index_select(0, rows.slots), first)
         return ForwardBatch(
             input_ids=torch.cat([decoded, tokens.prompt_ids[layout.rows :]]),
@@ -179,7 +183,7 @@ class MixedInputs:
             logit_tokens=None,
             kv=self._arena,
             wanted=wanted if layout.wants_few else None,
-            prefill_lists={window: list_views(numbers, layout.list) for window, numbers in lists.items()},
+            prefill_lists={window: views._replace(tiles=None) if one_pass else views for window, views in views_of},
             adapters=self._token_adapters(layout) if adapted else None,
         )
 
@@ -207,6 +211,7 @@ class MixedInputs:
         if flat is not None:
             _fill(tokens, rows, flat)
         self.adapted = flat is not None and flat.adapters is not None
+        self.one_pass = not any(has_tiles(target, layout.list) for target in lists.values())
         if layout.max_loras:
             _fill_adapters(layout.adapters(host), None if flat is None else flat.adapters)
         length = layout.numbers if self.adapted or flat is None else layout.first_adapter

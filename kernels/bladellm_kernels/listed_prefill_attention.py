@@ -30,7 +30,7 @@ from bladellm_kernels.prefill_tiles import (
     list_tiles,
     tile_shape,
 )
-from bladellm_kernels.ragged_prefill_attention import takes_kernels
+from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
 
 ONE_PASS_TOKENS = 256
 """Steps of fewer are attended to by Triton alone: there is nothing to gain, and each launch takes its time."""
@@ -68,9 +68,10 @@ class ListShape(NamedTuple):
 
 
 class ListViews(NamedTuple):
-    """A list on the device: tiles for the Triton kernel, and programs of attention in one pass, None without it."""
+    """A list on the device: tiles for the Triton kernel, and programs of attention in one pass. One may be None: not to
+    be looked at."""
 
-    tiles: PrefillTiles
+    tiles: PrefillTiles | None
     programs: torch.Tensor | None
 
 
@@ -128,6 +129,11 @@ def _write(
     return True
 
 
+def has_tiles(numbers: NDArray[np.int64], shape: ListShape) -> bool:
+    """Whether a list of `fill_list`, on the host, has any for the Triton kernel."""
+    return bool(numbers[: shape.items * ITEM_FIELDS].any())
+
+
 def list_views(numbers: torch.Tensor, shape: ListShape) -> ListViews:
     """The list in int64 [shape.numbers] on the device, as `listed_prefill_attention` takes it."""
     last = shape.items * ITEM_FIELDS
@@ -150,20 +156,30 @@ def listed_prefill_attention(
     q, out: [T, Hq, D]. kv: as there, of any format. lists: from `list_views`, for the same window. Writes the rows of
     the chunks' tokens and no others. On CUDA it launches only, reads lengths on the device, and can be captured.
     """
-    tiles = lists.tiles
     tile = _tile(q.shape[0], q.shape[1] // kv.kv_heads, kv.head_dim, q.dtype, kv.format.quantized)
     if not takes_kernels(q, kv):
-        _attend_plainly(q, kv, tiles, tile.rows, scale, window, out)
+        if lists.programs is not None and window is None:
+            _attend_to_chunks(q, kv, lists.programs, scale, out)
+        if lists.tiles is not None:
+            _attend_plainly(q, kv, lists.tiles, tile.rows, scale, window, out)
         return
     from bladellm_kernels import one_pass_prefill, ragged_prefill_triton
 
     if lists.programs is not None and window is None:
         one_pass_prefill.launch_listed(q, kv, lists.programs, scale, out)
-    ragged_prefill_triton.launch_tiles(q, kv, tiles, tile, scale, window, out, True)
+    if lists.tiles is not None:
+        ragged_prefill_triton.launch_tiles(q, kv, lists.tiles, tile, scale, window, out, True)
 
 
 def _tile(tokens: int, group: int, head_dim: int, dtype: torch.dtype, quantized: bool) -> TileShape:
     return tile_shape(head_dim, dtype, quantized, tokens * group)
+
+
+def _attend_to_chunks(q: torch.Tensor, kv: KvLayer, programs: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """The chunks of the programs, of which each chunk has a first one."""
+    for first, query_len, start, base_row, place, _ in programs.tolist():
+        if query_len and place == 0:
+            ragged_prefill_attention(q, kv, [Span(first, query_len, start, base_row, 0)], scale, None, out)
 
 
 def _attend_plainly(

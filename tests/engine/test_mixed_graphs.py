@@ -3,15 +3,18 @@
 import logging
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from bladellm_kernels import prefill_tiles
+from bladellm_kernels import listed_prefill_attention, prefill_tiles
+from bladellm_kernels.prefill_routes import Routes
 
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine import mixed_graphs
+from bladellm_runtime.engine import mixed_graphs, mixed_inputs
 from bladellm_runtime.engine.build import build_engine
+from bladellm_runtime.engine.cuda_capture import Work
 from bladellm_runtime.engine.inputs import SlotTokens, flatten
 from bladellm_runtime.engine.memory import graph_bytes
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs, mixed_sizes
@@ -56,6 +59,46 @@ def test_tokens_are_those_of_transformers(demo_model, way, monkeypatch):
         found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
     assert len(sizes) > 1
     assert_equal(demo_model, PROMPTS, found)
+
+
+@pytest.mark.parametrize("taken", ["all", "some"])
+def test_attention_in_one_pass_gives_the_tokens_of_transformers(demo_model, taken, monkeypatch):
+    """Steps whose chunks it takes all have their own graphs; adapters' and others' have those of both kinds."""
+    monkeypatch.setattr(mixed_inputs, "one_pass_programs", lambda tokens, kv, dtype: 40 * (tokens >= 20))
+    monkeypatch.setattr(listed_prefill_attention, "one_pass_routes", routes_of(taken))
+    options = {"max_running_requests": 11, "kv_cache_gib": 0.25, "prefill_chunk_tokens": 60, **SIZES}
+    with captured_llm(str(demo_model), Again(), dtype="float32", device="cpu", **options) as llm:
+        sizes, graphs = count_mixed(llm), llm._engine.core._runner._mixed
+        assert sorted(graphs._one_pass) == [20, 64, 200]
+        used = count_calls(graphs._one_pass)
+        params = [greedy_params() for _ in PROMPTS]
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    large = [size for size in sizes if size >= 20]
+    assert used == large if taken == "all" else len(used) < len(large)
+    assert_equal(demo_model, PROMPTS, found)
+
+
+def routes_of(taken: str):
+    """All chunks in one pass, or some of those that are several in a step."""
+
+    def routes(spans, heads):
+        one_pass = tuple(span for span in spans if taken == "all" or span.first % 2 == 0)
+        return (Routes(one_pass=one_pass, stored=tuple(span for span in spans if span not in one_pass)),)
+
+    return routes
+
+
+def count_calls(graphs: dict[int, Work]) -> list[int]:
+    """The sizes of these that are replayed from now on."""
+    used: list[int] = []
+
+    def counted(size: int, replay: Work) -> None:
+        used.append(size)
+        replay()
+
+    for size, replay in list(graphs.items()):
+        graphs[size] = partial(counted, size, replay)
+    return used
 
 
 @pytest.mark.parametrize("format", drawn_of(FORMATS, 1, always=("no_quant",)))
