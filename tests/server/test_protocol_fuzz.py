@@ -60,7 +60,7 @@ def check_refusal(error: ApiError) -> None:
     assert len(answer["error"]["message"]) <= 500
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(BODIES, st.sampled_from([parse_completion, parse_chat]), st.sampled_from([CTX, STRICT]), st.integers(0, 120))
 def test_parsers_raise_nothing_but_4xx(body, parse, ctx, prompt_len):
     try:

@@ -33,7 +33,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_short_soak_leaves_nothing_and_changes_no_answer(flags, tmp_path):
-    common = ("--requests", "36", "--minutes", "1", "--max_model_len", "192", "--streams", "6", "--check", "6")
+    common = ("--requests", "24", "--minutes", "1", "--max_model_len", "192", "--streams", "6", "--check", "6")
     done = run("soak.py", *common, "--json", str(tmp_path / "soak.json"), *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "soak.json").read_text())

@@ -82,7 +82,7 @@ def apply(args: QuantizeArgs, changes: list[str]) -> QuantizeArgs:
     return QuantizeArgs(**values)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.fixed_dictionaries(FLAGS))
 def test_flags_are_accepted_and_coherent_or_refused_with_some_that_are_accepted(values) -> None:
     args = QuantizeArgs(**values)
