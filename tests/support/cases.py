@@ -8,9 +8,15 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
 """Of this run of the tests: all its processes must draw the same cases."""
+
+
+def examples(whole: int) -> int:
+    """So many random examples of a property with the slow tests, and the share without them that others try, too."""
+    return whole * settings().max_examples // 100
 
 
 def some_of(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
