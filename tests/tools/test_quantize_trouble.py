@@ -156,12 +156,15 @@ def test_weights_that_are_no_numbers(demo_model, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        GPTQ,
-        ("--bit", "4", "--quant_algo", "awq", "--group_size", "64", "--sym", "false"),
-        ("--bit", "4", "--quant_algo", "smoothquant+", "--group_size", "64", "--alpha", "0.5"),
-        ("--quant_mode", "act_and_weight_quant", "--quant_algo", "smoothquant_gptq"),
-    ],
+    drawn_of(
+        [
+            GPTQ,
+            ("--bit", "4", "--quant_algo", "awq", "--group_size", "64", "--sym", "false"),
+            ("--bit", "4", "--quant_algo", "smoothquant+", "--group_size", "64", "--alpha", "0.5"),
+            ("--quant_mode", "act_and_weight_quant", "--quant_algo", "smoothquant_gptq"),
+        ],
+        2,
+    ),
     ids=lambda flags: flags[3],
 )
 def test_dead_columns(flags, demo_model, tmp_path) -> None:
