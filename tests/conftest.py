@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from bladellm_runtime.wire.contexts import _open
 
@@ -21,6 +22,9 @@ TIMED = ("tests/bench/test_commands.py", "tests/bench/test_selftests_load.py")
 STUCK_SECONDS = 180
 """A process that is so much longer at a test, or between two, than the test's timeout has its threads written to
 standard error and is ended: the timeout does not reach what waits in native code, nor what happens between tests."""
+
+EXAMPLES = 40
+"""Of each property in the default run, which draws others every time; Hypothesis' own number with the slow tests."""
 
 STANDARD_ERROR = pytest.StashKey[int]()
 
@@ -40,8 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the standard error of the process, which is not that of a test: tests' is caught."""
+    """Keep the standard error of the process, which is not that of a test: tests' is caught. Without the slow tests,
+    properties are tried with fewer random examples, unless they say how many."""
     config.stash[STANDARD_ERROR] = os.dup(2)
+    if "not slow" in str(config.getoption("markexpr")):
+        settings.register_profile("sampled", max_examples=EXAMPLES)
+        settings.load_profile("sampled")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -55,8 +55,11 @@ class Constraints:
         return self._making
 
     def wait(self) -> None:
-        """Until the compiler is made, or cannot be."""
-        wait([self.begin()])
+        """Until the compiler is made, or cannot be. A known reason is told here: a start that fails tells its own."""
+        making = self.begin()
+        wait([making])
+        if isinstance(error := making.exception(), UserError):
+            logger.info("constraints will be refused: %s", error)
 
     def is_needed(self, request: AddRequest) -> bool:
         """`Preparer.is_needed`."""
@@ -183,7 +186,6 @@ class Constraints:
             if self._closed.is_set():
                 compiler.close()
         except Exception as error:  # whatever it is, requests must not wait for ever
-            known = isinstance(error, UserError)
-            level = logging.INFO if known else logging.WARNING
-            logger.log(level, "constraints will be refused: %s", error, exc_info=None if known else error)
+            if not isinstance(error, UserError):
+                logger.warning("constraints will be refused: %s", error, exc_info=error)
             making.set_exception(error)

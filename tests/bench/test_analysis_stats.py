@@ -21,7 +21,7 @@ from bladellm_tools.bench.stats import (
     trend,
 )
 
-TRIALS = 300
+TRIALS = 200
 
 
 def held(intervals: list[Interval | None], truth: float) -> float:

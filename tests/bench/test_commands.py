@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bladellm_tools.bench import reporting
 from bladellm_tools.bench.args import MockArgs
 from bladellm_tools.bench.compare import compare
 from bladellm_tools.bench.mock_process import MockProcess
@@ -21,6 +22,12 @@ from tests.support.cases import some_of
 from tests.tools.command import ROOT, command
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture
+def few_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without those of single levels: test_commands_report.py has them, and they take as long as a level."""
+    monkeypatch.setattr(reporting, "run_charts", lambda levels: [])
 
 
 def mock_command(**settings: object) -> str:
@@ -61,7 +68,7 @@ def write_groups(path: Path, groups: int) -> float:
     return (len(times) - 1) / times[-1]
 
 
-def test_compare_recovers_a_known_factor_two_in_both_forms(tmp_path) -> None:
+def test_compare_recovers_a_known_factor_two_in_both_forms(tmp_path, few_charts) -> None:
     """Groups of 21 requests d apart meet a server that takes s for each: the median waits 10 (s - d).
 
     With 20 ms and s = 12 ms against 40 ms and s = 16 ms, an SLO of 80 ms is crossed at d = 6 ms against d = 12 ms:
@@ -128,7 +135,7 @@ def test_a_sweep_starts_its_server_stops_at_saturation_and_leaves_nothing(tmp_pa
     assert "holds results already" in again.err
 
 
-def test_compare_starts_servers_in_turn(tmp_path) -> None:
+def test_compare_starts_servers_in_turn(tmp_path, few_charts) -> None:
     """Two that would need the same GPU never run at once: they write down when they do."""
     folder = tmp_path / "out"
     log = tmp_path / "log"
@@ -147,7 +154,7 @@ def test_compare_starts_servers_in_turn(tmp_path) -> None:
         f"{name}=cmd:{sys.executable} {script} {name} " + mock_command(ttft=ttft, tbt=0.001).removeprefix("cmd:")
         for name, ttft in (("a", 0.005), ("b", 0.01))
     ]
-    flags = short("--qps", "20", "--num_requests", "10", "--repeats", "2")
+    flags = short("--qps", "50", "--num_requests", "10", "--repeats", "2")
     done = bench("compare", "--endpoint", *endpoints, *flags, folder=folder)
     assert done.code == 0, done.err
     assert log.read_text().split("\n")[:-1] == ["start a", "stop a", "start b", "stop b", "start a", "stop a"]
@@ -156,7 +163,7 @@ def test_compare_starts_servers_in_turn(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fault", some_of(["http_500", "error_event", "cut", "garbage"], ["error_event"]))
-def test_a_server_that_always_fails_gives_a_report_and_exit_code_1(fault: str, tmp_path) -> None:
+def test_a_server_that_always_fails_gives_a_report_and_exit_code_1(fault: str, tmp_path, few_charts) -> None:
     with MockProcess(MockArgs(ttft=0.005, tbt=0.001, fault=fault)) as server:
         done = bench("sweep", "--endpoint", f"bad={server.url}", *short("--qps", "20,40"), "--duration", "0.5",
                      "--repeats", "1", folder=tmp_path / "out")  # fmt: skip
@@ -169,7 +176,7 @@ def test_a_server_that_always_fails_gives_a_report_and_exit_code_1(fault: str, t
 
 
 @pytest.mark.parametrize("how", some_of(["dies", "stalls", "http_500"], ["dies"]))
-def test_a_server_that_fails_in_part_gives_a_report(how: str, tmp_path) -> None:
+def test_a_server_that_fails_in_part_gives_a_report(how: str, tmp_path, few_charts) -> None:
     settings, flags = {
         "dies": (MockArgs(ttft=0.005, tbt=0.001, die_after=12), []),
         "stalls": (MockArgs(ttft=0.005, tbt=0.001, fault="stall", fault_share=0.2), ["--timeout", "0.5"]),
@@ -184,7 +191,7 @@ def test_a_server_that_fails_in_part_gives_a_report(how: str, tmp_path) -> None:
     assert 0 < sum(record.outcome == "ok" for record in run.requests) < len(run.requests)
 
 
-def test_a_started_server_that_dies_is_named_in_the_report(tmp_path) -> None:
+def test_a_started_server_that_dies_is_named_in_the_report(tmp_path, few_charts) -> None:
     endpoint = "bad=" + mock_command(ttft=0.005, tbt=0.001, die_after=12)
     done = bench("sweep", "--endpoint", endpoint, *short("--qps", "20,40"), "--duration", "1", "--repeats", "1",
                  folder=tmp_path / "out")  # fmt: skip

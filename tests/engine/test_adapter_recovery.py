@@ -17,7 +17,7 @@ from tests.engine import reference
 from tests.engine.adapted import GREEDY, Family, ask, make_family
 from tests.engine.captured import Again, captured_llm
 from tests.engine.test_memory_recovery import SWAPPING, sabotage  # noqa: F401
-from tests.support.cases import some_of
+from tests.support.cases import drawn_of
 
 ADAPTERS = 4
 MIX = [0, 1, -1, 2, 3, 1, 0, 3]
@@ -51,7 +51,7 @@ def assert_empty(llm: LLM) -> None:
     llm._engine.core.check()
 
 
-@pytest.mark.parametrize("mode", some_of(MODES, ["slots for some", "captured"]))
+@pytest.mark.parametrize("mode", drawn_of(MODES, 1))
 def test_recomputed_rows_keep_their_adapters(family, sabotage, mode):  # noqa: F811
     with engine(mode) as llm:
         ask(llm, family, PROMPTS, MIX)

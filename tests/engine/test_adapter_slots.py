@@ -18,7 +18,7 @@ from tests.engine import reference
 from tests.engine.captured import Again, captured_llm
 from tests.lora.folders import TENSORS, edit_tensors, merged, save_adapter
 
-TOKENS = 10
+TOKENS = 7
 LIMIT = 1e-4
 SCORED = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 PLAIN = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)

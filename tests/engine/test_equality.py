@@ -10,7 +10,7 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.models.config import read_model_spec
 from tests.engine import reference
 from tests.engine.ties import assert_alike
-from tests.support.cases import drawn_of, some_of
+from tests.support.cases import drawn_of
 
 TOKENS = 24
 MANY_TOKENS = 80
@@ -44,7 +44,7 @@ def greedy_params(tokens: int = TOKENS) -> SamplingParams:
 
 
 def run(folder: Path, prompts: list[str], device: str, tokens: int = TOKENS, **options) -> tuple[list[list[int]], int]:
-    with LLM(str(folder), dtype="float32", device=device, **({"kv_cache_gib": 0.25} | options)) as llm:
+    with LLM(str(folder), dtype="float32", device=device, **({"kv_cache_gib": 0.1} | options)) as llm:
         outputs = llm.generate(prompts, greedy_params(tokens))
         return [output.outputs[0].token_ids for output in outputs], llm.stats().preemptions
 
@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("way", some_of(WAYS, ("overlap", "chunks of 7, no overlap", "steps of 32 tokens")))
+@pytest.mark.parametrize("way", drawn_of(WAYS, 1, always=["overlap"]))
 def test_batch_of_16_equals_transformers(model, device, way):
     prompts = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(16)]
     found, _ = run(model, prompts, device, **WAYS[way])
@@ -97,7 +97,7 @@ PREEMPTING = [
 ]
 
 
-@pytest.mark.parametrize("options", drawn_of(PREEMPTING, 3, always=[{}]), ids=str)
+@pytest.mark.parametrize("options", drawn_of(PREEMPTING, 2, always=[{}]), ids=str)
 def test_preemption_does_not_change_tokens(model, device, options):
     """Memory for about four of sixteen sequences: the engine must preempt, and nobody may notice."""
     if device == "cuda" and "kv_arena" not in options:

@@ -148,9 +148,9 @@ def fail_with(error: Exception) -> Callable[..., None]:
 
 PROMPTS = [[7 + index, *range(300, 330), *range(40, 40 + 9 * index)] for index in range(8)]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0.6, repetition_penalty=1.3, presence_penalty=0.4, seed=5, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.6, repetition_penalty=1.3, presence_penalty=0.4, seed=5, max_tokens=12),
     SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1, max_tokens=12, ignore_eos=True),
 ]
 
@@ -163,7 +163,7 @@ SWAPPING = {
 
 def answers(llm: LLM) -> list[tuple[list[int], str | None]]:
     params = [PARAMS[index % len(PARAMS)] for index in range(len(PROMPTS))]
-    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[3:7], params[3:7], guided_regex=r"[a-m ,]{1,90}")
+    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[3:7], params[3:7], guided_regex=r"[a-m ,]{1,40}")
     return [(out.outputs[0].token_ids, out.outputs[0].error) for out in outputs]
 
 
@@ -196,7 +196,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
 OPTIONS: list[dict[str, Any]] = [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}, SWAPPING]
 
 
-@pytest.mark.parametrize(("options", "overlap"), some_pairs(OPTIONS, [True, False]), ids=str)
+@pytest.mark.parametrize(("options", "overlap"), some_pairs(OPTIONS, [True, False], 2), ids=str)
 def test_row_40_the_model_gives_the_same_tokens(demo_model, sabotage, overlap, options):
     """Penalties, seeds, log-probabilities, constraints and cached prompts survive steps that were half done."""
     flags = {"device": "cpu", "kv_cache_gib": 0.02, "dtype": "float32", "disable_overlap": not overlap} | options

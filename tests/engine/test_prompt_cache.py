@@ -11,6 +11,7 @@ from tests.engine.test_equality import TOKENS, expected, greedy_params, run
 from tests.support.cases import some_of, some_pairs
 
 LONG = "\n\n".join(reference.PROMPTS)
+SOME = reference.PROMPTS[:5]
 FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
 MODES = {
     "paged": {"attn_cls": "paged"},
@@ -24,7 +25,7 @@ MODES = {
 @cache
 def usual(folder: Path, device: str, format: str) -> list[list[int]]:
     """Tokens of a KV format in the engine's default ways."""
-    return run(folder, [*reference.PROMPTS, LONG], device, kv_cache_quant=format)[0]
+    return run(folder, [*SOME, LONG], device, kv_cache_quant=format)[0]
 
 
 @pytest.fixture
@@ -38,8 +39,7 @@ def cached_tokens(llm: LLM) -> int:
 
 
 def test_a_repeated_prompt_is_found_and_gives_the_same_tokens(llm, demo_model):
-    some = reference.PROMPTS[:5]
-    for prompt in (LONG, LONG, *some, *some):
+    for prompt in (LONG, LONG, *SOME, *SOME):
         output = llm.generate([prompt], greedy_params())[0]
         if prompt in reference.PROMPTS:
             assert output.outputs[0].token_ids == expected(demo_model)[prompt]
@@ -75,16 +75,16 @@ def test_prompt_logprobs_are_complete_although_the_prompt_is_cached(llm):
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids) - 1
 
 
-@pytest.mark.parametrize(("format", "mode"), some_pairs(FORMATS, MODES))
+@pytest.mark.parametrize(("format", "mode"), some_pairs(FORMATS, MODES, 4))
 def test_every_format_gives_the_same_tokens_in_every_mode(demo_model, device, format, mode):
-    other, _ = run(demo_model, [*reference.PROMPTS, LONG], device, kv_cache_quant=format, **MODES[mode])
+    other, _ = run(demo_model, [*SOME, LONG], device, kv_cache_quant=format, **MODES[mode])
     assert other == usual(demo_model, device, format)
 
 
 @pytest.mark.parametrize("format", some_of(FORMATS, ("no_quant", "int4_affine")))
 def test_cached_and_preempted_requests_get_the_same_tokens_in_every_format(demo_model, device, format):
-    count = len(reference.PROMPTS)
-    prompts = [reference.PROMPTS[i % count] for i in range(16)]
+    count = len(SOME)
+    prompts = [SOME[i % count] for i in range(16)]
     found = [usual(demo_model, device, format)[i % count] for i in range(16)]
     options = {"max_model_len": 160, "prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}
     if device == "cuda":

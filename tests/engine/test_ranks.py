@@ -20,10 +20,10 @@ from tests.tools.command import run
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 WAYS = [
     GREEDY,
-    SamplingParams(temperature=1.0, seed=11, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=5, n=2, max_tokens=24),
-    SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2, max_tokens=24),
-    SamplingParams(temperature=0.0, prompt_logprobs=1, logit_bias={9: 1.5}, min_tokens=4, max_tokens=16),
+    SamplingParams(temperature=1.0, seed=11, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=5, n=2, max_tokens=14),
+    SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2, max_tokens=14),
+    SamplingParams(temperature=0.0, prompt_logprobs=1, logit_bias={9: 1.5}, min_tokens=4, max_tokens=10),
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlap": {},

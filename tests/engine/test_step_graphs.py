@@ -191,7 +191,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, monkeypatch,
         monkeypatch.setattr(build_runner, "SamplingState", KernelState if captures_all else SamplingState)
         args = {"kv_cache_gib": gib} | shape | options | way
         engine = build_engine(EngineArgs(model=str(demo_model), **args), capture)
-        requests = requests or random_requests(rng, 22, engine.ready.vocab_size)
+        requests = requests or random_requests(rng, 16, engine.ready.vocab_size)
         graphs = engine.core._runner._graphs
         assert (graphs is not None) == (way is sizes)
         if graphs is not None:

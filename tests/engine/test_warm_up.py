@@ -11,6 +11,7 @@ from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.engine.inputs import are_few
 from bladellm_runtime.engine.warm_up import ANSWER, LENGTHS, MOSTLY_WANTED, thorough_groups, warm_up
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from tests.models.harness import save_tiny
 
 
 def limits_of(engine, batch_tokens: int, chunk: int) -> SchedulerLimits:
@@ -19,10 +20,12 @@ def limits_of(engine, batch_tokens: int, chunk: int) -> SchedulerLimits:
 
 
 @pytest.mark.parametrize(("length", "batch_tokens", "chunk"), [(8, 1, None), (40, 64, 16), (2048, 512, 100)])
-def test_every_kind_of_step_runs_and_leaves_nothing(demo_model, monkeypatch, length, batch_tokens, chunk):
+def test_every_kind_of_step_runs_and_leaves_nothing(demo_model, tmp_path, monkeypatch, length, batch_tokens, chunk):
+    save_tiny(tmp_path, "llama", vocab_size=8192, max_position_embeddings=2048)
     engine = build_engine(
         EngineArgs(
-            model=str(demo_model), device="cpu", kv_cache_gib=0.05, max_model_len=length, max_running_requests=3,
+            model=str(tmp_path), tokenizer_dir=str(demo_model), device="cpu", kv_cache_gib=0.05,
+            max_model_len=length, max_running_requests=3,
             ragged_flash_max_batch_tokens=batch_tokens, prefill_chunk_tokens=chunk,
         )
     )  # fmt: skip

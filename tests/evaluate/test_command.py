@@ -25,7 +25,7 @@ WINDOW = 96
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "one.txt"
-    path.write_text(random_text(900))
+    path.write_text(random_text(500))
     return path
 
 
@@ -36,7 +36,7 @@ def rough(demo_model, tmp_path):
 
 def test_a_comparison_from_start_to_end(demo_model, rough, text, tmp_path, device) -> None:
     other = tmp_path / "two.jsonl"
-    other.write_text("".join(json.dumps({"text": random_text(60)}) + "\n" for _ in range(9)))
+    other.write_text("".join(json.dumps({"text": random_text(40)}) + "\n" for _ in range(9)))
     out = tmp_path / "result.json"
     done = run_forked(
         "blade_llm", "eval", "--model", str(rough), "--baseline", str(demo_model), "--data", str(text), str(other),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from bladellm_runtime.errors import CheckpointError, ConfigError
 from tests.evaluate.texts import random_text
 from tests.models.harness import CONFIGS, VOCAB, save_tiny
+from tests.support.cases import some_pairs
 from tests.tools.command import ROOT
 
 
@@ -42,8 +43,10 @@ def inputs_of(model, ids, name) -> list[torch.Tensor]:
 READERS = {"norms": ("q_proj", "k_proj", "gate_proj", "up_proj"), "values": ("o_proj",), "inner": ("down_proj",)}
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
-@pytest.mark.parametrize("places", [["norms"], ["values"], ["inner"], ["norms", "values", "inner"]], ids="+".join)
+PLACES = [["norms"], ["values"], ["inner"], ["norms", "values", "inner"]]
+
+
+@pytest.mark.parametrize(("family", "places"), some_pairs(CONFIGS, PLACES), ids=str)
 def test_the_variant_computes_the_same_with_larger_inputs(recipe, family, places, tmp_path) -> None:
     save_tiny(tmp_path / "model", family, max_shard_size="20KB")
     recipe.run(

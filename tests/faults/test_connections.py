@@ -224,7 +224,9 @@ def test_row_37_slow_body(server, beside):
 
 
 def test_row_37_connection_cap():
-    with LiveServer(fake_command(), max_connections=20, header_timeout=2.0) as server, unharmed(server):
+    # The neighbour has a connection, and its first answer lasts, while all others come.
+    engine = fake_command(step_seconds=0.05)
+    with LiveServer(engine, max_connections=20, header_timeout=2.0) as server, unharmed(server):
         connections = [connect(server) for _ in range(40)]
         refused = 0
         for connection in connections:

@@ -31,7 +31,7 @@ def text_of(folder, prompt: list[int], tokens: int) -> str:
 def ask_beside(server: LiveServer, folder, fault_prompt: list[int]) -> tuple[int, dict]:
     """The answer to a prompt that sets the fault off, beside streams that go on with exactly their own tokens."""
     prompts = reference.PROMPTS[:4]
-    lengths = [250, *[TOKENS] * (len(prompts) - 1)]
+    lengths = [150, *[TOKENS] * (len(prompts) - 1)]
     streams = [
         OpenStream(server, {**ENDLESS, "prompt": prompt, "max_tokens": length})
         for prompt, length in zip(prompts, lengths, strict=True)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import reference
 from tests.faults.conftest import assert_quiet
+from tests.support.cases import drawn_of
 from tests.support.live import LiveServer, until
 
 TOKENS = 32
@@ -77,7 +78,7 @@ def nan_server(nan_model, request) -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", drawn_of([False, True], 1))
 def test_row_42_nan_logits_end_that_request_alone(nan_server, demo_model, stream):
     prompt, descriptors = reference.PROMPTS[0], nan_server.open_fds()
     with ThreadPoolExecutor(4) as pool:

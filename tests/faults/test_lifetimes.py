@@ -74,6 +74,7 @@ def test_row_44_front_end_killed():
         server.wait(5)
         until(lambda: not alive(server.engine_pid), 6.0, "the end of the engine")
         stream.close()
+        assert server.stop() == -signal.SIGKILL
 
 
 def alive(pid):

@@ -4,7 +4,6 @@ import random
 
 import torch
 from bladellm_kernels.gumbel import row_keys, stream_key
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 ALARM = 1e-7
 """A correct implementation fails a statistical test once in ten million runs."""
@@ -67,6 +66,9 @@ def warped_by_transformers(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> torch.Tensor:
     """Scaled and filtered logits, -inf where dropped, in float64, by transformers' own processors. logits: [R, V]."""
+    # Imported late: processes that interpret kernels do without, and it takes as long as many of them.
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
     scores, no_ids = logits.double(), torch.zeros(len(logits), 0, dtype=torch.int64)
     warpers = [TemperatureLogitsWarper(temperature)]
     if top_k:

@@ -96,7 +96,7 @@ SHORT = [
 
 
 def interpret_some():
-    interpret_all([*random.sample(LONG, 2), *SHORT])
+    interpret_all([*random.sample(LONG, 1), *SHORT])
 
 
 def interpret_all(cases=(*LONG, *SHORT)):

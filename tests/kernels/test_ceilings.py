@@ -123,10 +123,10 @@ def sections_on_a_small_pool() -> None:
         def queued(self, work, calls) -> float:
             return self.replayed([work] * calls)
 
-    ceilings.POOL_BYTES = 2**21
-    ceilings.FLAT_BYTES = (2**16, 2**21)
+    ceilings.POOL_BYTES = 2**19
+    ceilings.FLAT_BYTES = (2**16, 2**19)
     ceilings.ROW_BYTES, ceilings.HEAD_BYTES, ceilings.ROW_LAYERS = (512, 1024), (256, 128), (1, 2)
-    ceilings.MOST_LAYERS, ceilings.LINEAR_BYTES = 2, 2**20
+    ceilings.MOST_LAYERS, ceilings.LINEAR_BYTES = 2, 2**18
     ceilings.LINEAR_SHAPES, ceilings.LINEAR_ROWS = ((64, 48), (32, 128)), (1, 3)
     bench = ceilings.Bench(Millisecond(), Millisecond(), quick=True, sms=3, device="cpu")
     for section in (ceilings.copy, ceilings.read, ceilings.read_interleaved, ceilings.linear):
@@ -134,7 +134,7 @@ def sections_on_a_small_pool() -> None:
         assert len(figures) == {"copy": 1, "read": 2, "rows": 8, "linear": 4}[figures[0].section]
         for figure in figures:
             # One graph moves all of the pool; a copy reads one half of it and writes the other.
-            moved = 2**21 if section is not ceilings.linear else 2**20
+            moved = 2**19 if section is not ceilings.linear else 2**18
             assert moved <= figure.value * 1e12 * 1e-3 <= moved * 1.01, figure
             assert figure.row().startswith(f"| {figure.section} | {figure.case} | ")
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.conditions import DEVICES, DTYPES
 from tests.kernels.kv_memory import INTEGER, KINDS, QUANTIZED, check_nearest, numbers
+from tests.support.cases import examples
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -60,7 +61,7 @@ def test_scales_are_the_least_float16_that_cover(device, name):
     assert torch.equal(scales[:, 0].double(), every[torch.searchsorted(every, wanted)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     values=st.lists(st.floats(-60000, 60000, width=32), min_size=2, max_size=12).map(lambda x: x[: len(x) // 2 * 2]),
     name=st.sampled_from(QUANTIZED),

@@ -180,7 +180,7 @@ def test_wrong_arguments_are_refused(device):
 
 def interpreted_sample() -> None:
     """Some formats, each in one of the types."""
-    interpreted(random.sample(list(zip(cycle(random.sample(TYPES, len(TYPES))), FORMATS, strict=False)), 3))
+    interpreted(random.sample(list(zip(cycle(random.sample(TYPES, len(TYPES))), FORMATS, strict=False)), 2))
 
 
 def interpreted(cases: list[tuple[torch.dtype, str]] | None = None) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import drawn_of
+
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 PEER = [{"name": "other, whole step", "context": 8192, "milliseconds": 9.5}]
 
@@ -66,7 +68,7 @@ def test_odd_results_are_refused(plot, change):
         plot.attention_lines(given)
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.parametrize("ending", drawn_of(["png", "svg"], 1))
 def test_the_script_draws(tmp_path, ending):
     (tmp_path / "r.json").write_text(json.dumps(results()))
     (tmp_path / "p.json").write_text(json.dumps(PEER))

@@ -293,7 +293,7 @@ class AccountingMachine(RuleBasedStateMachine):
         assert not self.accounting.cache._roots
 
 
-QUICK = settings(max_examples=75, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestAccounting = AccountingMachine.TestCase
 TestAccounting.settings = QUICK
 

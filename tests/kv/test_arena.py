@@ -143,7 +143,7 @@ class ArenaMachine(RuleBasedStateMachine):
                 self.cuda.dispose()
 
 
-QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 THOROUGH = settings(QUICK, max_examples=500, stateful_step_count=60)
 MACHINES = {kind: type(f"{kind.title()}Machine", (ArenaMachine,), {"kind": kind}) for kind in KINDS}
 

@@ -20,6 +20,7 @@ from bladellm_runtime.kv.spec import KvSpec
 from tests.kv.accounting_model import AccountingModel
 from tests.kv.arena_cases import CPU, Geometry, assert_holds, layers, run_plan, write
 from tests.kv.fake_cuda import CUresult, FakeCuda
+from tests.support.cases import examples
 
 GEOMETRY = Geometry(format="int8", kv_heads=3)
 GROUPS = 2
@@ -131,7 +132,7 @@ def test_a_block_shown_whole_is_not_cut(arena):
     assert_holds(arena, 0, np.arange(1, 2 * arena.spec.granule_tokens + 1))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     call=st.sampled_from(FAILING),
     after=st.integers(0, 12),

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bladellm_runtime.kv.mapper import Mapper
+from tests.support.cases import examples
 
 KEY = [("slot", 0)]
 
@@ -107,7 +108,7 @@ def test_a_job_that_waits_is_asked_again_and_lets_urgent_ones_through(mapper):
 KEYS = st.frozensets(st.tuples(st.just("slot"), st.integers(0, 4)), max_size=2)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     jobs=st.lists(st.tuples(KEYS, KEYS, st.integers(0, 3), st.booleans()), max_size=12),
     urged=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=4),

@@ -8,9 +8,10 @@ from bladellm_runtime.kv.operations import Copy
 from bladellm_runtime.kv.prompt_match import COPY_TOKENS
 from tests.kv.paper_engine import Engine, bytes_of, prompt, shows
 from tests.kv.test_accounting import spec_of
+from tests.support.cases import examples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     size=st.sampled_from([1, 3, 4, 6]),
     prompts=st.lists(

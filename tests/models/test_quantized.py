@@ -8,6 +8,7 @@ import torch
 from bladellm_runtime.layers.quantized_linear import QuantizedLinear, packed_bytes
 from tests.models.harness import DEVICES, Sequences, assert_greedy, load_tiny, random_prompt, reference_logits
 from tests.models.quantized import SCHEMES, STORED, Tiny, assert_agrees, plan, round_weight
+from tests.support.cases import some_pairs
 
 OPTIONS = {"qwen3": {"head_dim": 16}}
 EXACT = [
@@ -23,9 +24,9 @@ def logits_of(folder, prompt, device="cpu", dtype=torch.float32):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("method", "name"), STORED)
-def test_every_scheme_in_every_format(tmp_path, method, name, family, device):
+@pytest.mark.parametrize(("stored", "family"), some_pairs(STORED, ["llama", "qwen2", "qwen3"]), ids=str)
+def test_every_scheme_in_every_format(tmp_path, stored, family, device):
+    method, name = stored
     tiny = Tiny(tmp_path, plan(method, SCHEMES[name]), family, **OPTIONS.get(family, {}))
     assert len(tiny.weights) == 3 * 7
     assert_agrees(tiny, load_tiny(tmp_path, device))

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.models.harness import DEVICES, Sequences, load_tiny, random_prompt, reference_logits
 from tests.models.quantized import FILE, SCHEMES, Tiny, assert_agrees, load_with_transformers, plan
+from tests.support.cases import some_pairs
 
 INT8_ROUNDING = 0.1
 """The library divides an input by its absmax / 127.5, we by its absmax / 127; static scales are the checkpoint's."""
@@ -15,8 +16,7 @@ SYMMETRIC = [name for name, scheme in SCHEMES.items() if scheme.symmetric]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("name", SYMMETRIC)
+@pytest.mark.parametrize(("name", "family"), some_pairs(SYMMETRIC, ["llama", "qwen2", "qwen3"]))
 def test_logits_are_those_of_transformers(tmp_path, name, family, device):
     options = {"head_dim": 16} if family == "qwen3" else {}
     tiny = Tiny(tmp_path, plan("compressed-tensors", SCHEMES[name]), family, **options)

@@ -24,6 +24,7 @@ from bladellm_tools.quantize.pipeline.source import open_float_model
 from tests.models.harness import random_prompt, reference_logits
 from tests.quantize.jobs import FP8, W4, W4_ASYMMETRIC, W8A8, Steps, digests, job_of, save_model, tensors_of
 from tests.quantize.test_forward import run
+from tests.support.cases import some_pairs
 
 MEMBERS = [member for group in GROUPS for member in group.members]
 
@@ -59,8 +60,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize(("algorithm", "family"), some_pairs(ALGORITHMS, ["llama", "qwen3"]))
 def test_outputs_compute_what_transformers_makes_of_them(algorithm, family, tmp_path):
     """compressed-tensors loads the folder; its logits are those of the dequantized weights, near the float model's."""
     reference = save_model(tmp_path / "model", family)

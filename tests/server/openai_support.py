@@ -102,9 +102,18 @@ def greedy(prompt: str, tokens: int) -> tuple[int, ...]:
     return tuple(reference.greedy(DEMO, encode(prompt), tokens))
 
 
-@torch.inference_mode()
 def generate(prompt: list[int], tokens: int, **options: Any) -> list[int]:
     """transformers' greedy continuation with its own stopping and processors; the end-of-text token is included."""
+    return list(_plain(tuple(prompt), tokens)) if not options else _generate(prompt, tokens, **options)
+
+
+@cache
+def _plain(prompt: tuple[int, ...], tokens: int) -> list[int]:
+    return _generate(list(prompt), tokens)
+
+
+@torch.inference_mode()
+def _generate(prompt: list[int], tokens: int, **options: Any) -> list[int]:
     model, _ = reference.load(DEMO)
     ids = torch.tensor([prompt])
     settings = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": EOS, "pad_token_id": 3, **options}

@@ -255,7 +255,7 @@ def test_every_process_reports_a_dead_engine(server):
     answers = [server.json("/health") for _ in range(12)]
     assert answers == [(503, {"status": "engine_dead"})] * 12
     pids = server.front_end_pids()
-    assert server.wait(20) == 1
+    assert server.hurry(20) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

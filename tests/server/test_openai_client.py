@@ -21,18 +21,15 @@ from tests.server.openai_support import (
     tokenizer,
     user,
 )
-from tests.support.live import LiveServer, until
+from tests.support.live import until
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
 GREEDY = {"model": "demo", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(device):
-    with LiveServer(
-        "real", device=device, dtype="float32", kv_cache_gib=0.06, served_model_name=["demo", "alias"]
-    ) as live:
-        yield live
+def server(real_server):
+    return real_server
 
 
 @pytest.fixture(scope="module")

@@ -57,9 +57,8 @@ CONSTRAINED = ("guided_regex", "guided_json", "response_format")
 
 
 @pytest.fixture(scope="module")
-def server(device):
-    with LiveServer("real", device=device, dtype="float32", kv_cache_gib=0.06) as live:
-        yield live
+def server(real_server):
+    return real_server
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from tests.server.openai_support import (
     tokenizer,
     user,
 )
-from tests.support.live import LiveServer
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
 GREEDY = {"model": "demo", "temperature": 0}
@@ -31,9 +30,8 @@ IGNORE_EOS = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server(device):
-    with LiveServer("real", device=device, dtype="float32", kv_cache_gib=0.06) as live:
-        yield live
+def server(real_server):
+    return real_server
 
 
 @pytest.fixture(scope="module")

@@ -24,16 +24,16 @@ from tests.support.live import LiveServer, fake_command
 STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
+@pytest.fixture(scope="module")
+def fake_server():
+    with LiveServer(fake_command(step_seconds=0.001)) as live:
+        yield live
+
+
 @pytest.fixture(scope="module", params=["fake", "real"])
 def client(request):
-    if request.param == "fake":
-        engine, args = fake_command(step_seconds=0.001), {}
-    else:
-        engine, args = "real", {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.06}
-    with (
-        LiveServer(engine, **args) as server,
-        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as one,
-    ):
+    server = request.getfixturevalue(f"{request.param}_server")
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as one:
         yield SimpleNamespace(openai=one, server=server, fake=request.param == "fake")
 
 

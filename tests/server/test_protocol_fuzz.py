@@ -12,6 +12,7 @@ from bladellm_runtime.server.chat import parse_chat
 from bladellm_runtime.server.completions import parse_completion
 from bladellm_runtime.server.context import RequestContext, fit_max_tokens
 from bladellm_runtime.server.errors import ApiError
+from tests.support.cases import examples
 
 CTX = RequestContext(["demo"], max_model_len=100, kv_tokens=1000, vocab_size=500)
 STRICT = RequestContext(["demo"], max_model_len=100, kv_tokens=1000, vocab_size=500, strict=True)
@@ -60,7 +61,7 @@ def check_refusal(error: ApiError) -> None:
     assert len(answer["error"]["message"]) <= 500
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(BODIES, st.sampled_from([parse_completion, parse_chat]), st.sampled_from([CTX, STRICT]), st.integers(0, 120))
 def test_parsers_raise_nothing_but_4xx(body, parse, ctx, prompt_len):
     try:

@@ -8,9 +8,15 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
 """Of this run of the tests: all its processes must draw the same cases."""
+
+
+def examples(whole: int) -> int:
+    """So many random examples of a property with the slow tests, and the share without them that others try, too."""
+    return whole * settings().max_examples // 100
 
 
 def some_of(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
@@ -29,11 +35,16 @@ def drawn_of(cases: Iterable[Any], count: int, always: Collection[Any] = ()) -> 
     ]
 
 
-def some_pairs(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """All pairs; in the default run only a diagonal, in which each of both occurs. Every run draws another one."""
+def some_pairs(first: Iterable[Any], second: Iterable[Any], count: int | None = None) -> list[Any]:
+    """All pairs; in the default run only a diagonal, in which each of both occurs. Every run draws another one.
+
+    count: how many of the diagonal are enough, since each run draws others.
+    """
     first, second = list(first), list(second)
-    shift = random.Random(f"{RUN} {first} {second}").randrange(len(second))
-    kept = {(i % len(first), (i + shift) % len(second)) for i in range(max(len(first), len(second)))}
+    chance = random.Random(f"{RUN} {first} {second}")
+    shift = chance.randrange(len(second))
+    kept = [(i % len(first), (i + shift) % len(second)) for i in range(max(len(first), len(second)))]
+    kept = kept if count is None else chance.sample(kept, count)
     return [
         pytest.param(one, other, marks=() if (i, j) in kept else pytest.mark.slow)
         for (i, one), (j, other) in product(enumerate(first), enumerate(second))

@@ -68,6 +68,8 @@ class LiveServer:
         }
         self._wrapper = wrapper or []
         self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in stop()
+        # A server that a test kills leaves its sockets; engines that outlive it for a moment may be at work there.
+        self._folder = tempfile.TemporaryDirectory(prefix="bladellm-test-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[str] | WarmServer
         self.url = ""
         self.engine_pid: int | None = None
@@ -93,17 +95,22 @@ class LiveServer:
         return json.dumps({"args": self._args, "command": self._command})
 
     def start(self) -> None:
-        self._process = self._wrapped() if self._wrapper else WarmServer(self.launch, self._log)
+        environment = {**os.environ, "TMPDIR": self._folder.name}
+        if self._wrapper:
+            self._process = self._wrapped(environment)
+        else:
+            self._process = WarmServer(self.launch, self._log, environment)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the server did not start:\n{self.log()}"
         told = json.loads(line)
         self.url, self.engine_pid = told["url"], told["engine_pid"]
 
-    def _wrapped(self) -> "subprocess.Popen[str]":
+    def _wrapped(self, environment: dict[str, str]) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [*self._wrapper, sys.executable, "-m", "tests.support.live", self.launch],
             cwd=ROOT,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -132,11 +139,14 @@ class LiveServer:
         return self._process.poll() is None
 
     def stop(self, seconds: float = 15.0) -> int:
-        """SIGTERM, wait, and clean up; returns the exit code."""
+        """SIGTERM, wait, and clean up; returns the exit code. However it ended, if by itself, it has left no files."""
         if self.running:
             self.signal(signal.SIGTERM)
         try:
-            return self._process.wait(seconds)
+            code = self._process.wait(seconds)
+            left = [] if code < 0 else list(Path(self._folder.name).glob("bladellm-*"))
+            assert not left, "the server has not cleaned up"
+            return code
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -146,6 +156,7 @@ class LiveServer:
                 self._process.stdout.close()
             if not self._log.closed:
                 self._log.close()
+            self._folder.cleanup()
 
     def request(
         self,

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,13 +29,13 @@ NUMBER = struct.Struct("<i")
 class WarmServer:
     """A server process, with what `subprocess.Popen` has for one. launch: its argument; log: its standard error."""
 
-    def __init__(self, launch: str, log: TextIO) -> None:
+    def __init__(self, launch: str, log: TextIO, environment: dict[str, str]) -> None:
         told, tell = os.pipe()
         self._numbers, count = os.pipe()
         self._code: int | None = None
         self.stdout = open(told)  # noqa: SIM115 - closed by who started the server
         try:
-            job = {"launch": launch, "environment": dict(os.environ)}
+            job = {"launch": launch, "environment": environment}
             _forker().send(json.dumps(job).encode(), [tell, log.fileno(), count])
         finally:
             os.close(tell)
@@ -146,6 +147,7 @@ def main() -> int:
     launch, environment = forked_job(connection)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # as the environment has it
     sys.argv = ["tests.support.live", launch]
     return int(importlib.import_module("tests.support.live").main())
 

@@ -12,6 +12,7 @@ from bladellm_runtime.errors import ParameterError
 from bladellm_runtime.text.chat import render_chat
 from bladellm_runtime.text.template import ChatTemplate
 from bladellm_runtime.text.tokenizer import Tokenizer
+from tests.support.cases import drawn_of
 from tests.text.samples import DEMO, SPECIALS, any_text, demo, sentencepiece, sentencepiece_backend
 
 TRIMMING = (
@@ -241,7 +242,7 @@ def test_the_callers_messages_are_not_changed():
     assert chat == [{"role": "user", "content": "<|im_end|>", "name": None}]
 
 
-@pytest.mark.parametrize("unit", ["<", "<|im_end|>", "<|im_", " ", "a", "<|", ">"])
+@pytest.mark.parametrize("unit", drawn_of(["<|im_end|>", "<|im_", " ", "a", "<", "<|", ">"], 2, always=["<|im_end|>"]))
 def test_a_megabyte_of_one_text_takes_linear_time(unit):
     begin = time.perf_counter()
     ids = render_chat(demo(), user(unit * (2**20 // len(unit))))

@@ -11,6 +11,7 @@ import torch
 
 from bladellm_runtime.kv.arena import ArenaStats
 from bladellm_runtime.kv.operations import MemoryPlan, Rows, Show
+from tests.support.cases import drawn_of
 from tests.support.warm import ROOT, run_script
 
 DEMO = "recipes/models/demo"
@@ -33,7 +34,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_short_soak_leaves_nothing_and_changes_no_answer(flags, tmp_path):
-    common = ("--requests", "36", "--minutes", "1", "--max_model_len", "192", "--streams", "6", "--check", "6")
+    common = ("--requests", "24", "--minutes", "1", "--max_model_len", "192", "--streams", "6", "--check", "6")
     done = run("soak.py", *common, "--json", str(tmp_path / "soak.json"), *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "soak.json").read_text())
@@ -170,15 +171,17 @@ def test_waits_for_mappings_are_told_apart(monkeypatch, views, tokens, seconds, 
     assert found["wait_us_median"] == found["wait_us_p99"] == pytest.approx(1e6 * seconds)
 
 
-def test_starts_are_measured(tmp_path):
+@pytest.mark.parametrize("start", drawn_of(["first", "dummy"], 1))
+def test_starts_are_measured(tmp_path, start):
     """On the demo's shape, in shards that are written for it; what is there stays."""
     shutil.copy(ROOT / DEMO / "config.json", tmp_path)
-    flags = ("--device", "cpu", "--shard_gb", "0.002", "--starts", "first", "dummy", "--lengths", "1", "40")
+    flags = ("--device", "cpu", "--shard_gb", "0.002", "--starts", start, "--lengths", "1", "40")
     rest = ("--options", "kv_cache_gib=0.01", "max_model_len=64", "--json", tmp_path / "found.json")
     done = run_script(ROOT / "recipes" / "benchmarks" / "start_up.py", tmp_path, *flags, *rest)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 3
     found = json.loads((tmp_path / "found.json").read_text())
+    assert found
     for row in found.values():
         phases = dict(row["phases"])
         assert {"load weights", "compile kernels", "warm up"} <= phases.keys()

@@ -11,6 +11,7 @@ from bladellm_runtime.quantization.registry import FORMATS
 from bladellm_tools.flags import flags_of, normalise
 from bladellm_tools.quantize.args import QuantizeArgs
 from bladellm_tools.quantize.combinations import Combination, CombinationError, combine
+from tests.support.cases import examples
 
 NAMES = {flag.name: flag for flag in flags_of(QuantizeArgs)}
 CHOICES = ("bit", "quant_mode", "quant_dtype", "quant_algo", "format")
@@ -82,7 +83,7 @@ def apply(args: QuantizeArgs, changes: list[str]) -> QuantizeArgs:
     return QuantizeArgs(**values)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.fixed_dictionaries(FLAGS))
 def test_flags_are_accepted_and_coherent_or_refused_with_some_that_are_accepted(values) -> None:
     args = QuantizeArgs(**values)
@@ -103,7 +104,7 @@ def test_flags_are_accepted_and_coherent_or_refused_with_some_that_are_accepted(
         check_coherent(args, made)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.fixed_dictionaries(FLAGS))
 def test_every_alternative_is_accepted_and_none_has_a_needless_change(values) -> None:
     args = QuantizeArgs(**values)

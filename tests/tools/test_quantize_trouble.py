@@ -16,6 +16,7 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_tools import cli
 from bladellm_tools.quantize import command as quantize_command
 from bladellm_tools.quantize.calibration import texts
+from tests.support.cases import drawn_of
 from tests.tools.command import ROOT, command
 
 GPTQ = ("--bit", "4", "--quant_algo", "gptq", "--block_wise_quant")
@@ -126,7 +127,7 @@ def test_calibration_data_that_cannot_be_used(name, content, words, demo_model, 
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "awq", "smoothquant+"])
+@pytest.mark.parametrize("algorithm", drawn_of(["gptq", "awq", "smoothquant+"], 1))
 def test_a_single_line_of_data_is_enough_with_a_warning(algorithm, demo_model, tmp_path, capsys) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"text": "hello world!"}\n')
@@ -155,12 +156,15 @@ def test_weights_that_are_no_numbers(demo_model, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        GPTQ,
-        ("--bit", "4", "--quant_algo", "awq", "--group_size", "64", "--sym", "false"),
-        ("--bit", "4", "--quant_algo", "smoothquant+", "--group_size", "64", "--alpha", "0.5"),
-        ("--quant_mode", "act_and_weight_quant", "--quant_algo", "smoothquant_gptq"),
-    ],
+    drawn_of(
+        [
+            GPTQ,
+            ("--bit", "4", "--quant_algo", "awq", "--group_size", "64", "--sym", "false"),
+            ("--bit", "4", "--quant_algo", "smoothquant+", "--group_size", "64", "--alpha", "0.5"),
+            ("--quant_mode", "act_and_weight_quant", "--quant_algo", "smoothquant_gptq"),
+        ],
+        2,
+    ),
     ids=lambda flags: flags[3],
 )
 def test_dead_columns(flags, demo_model, tmp_path) -> None:

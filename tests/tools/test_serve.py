@@ -17,9 +17,10 @@ import pytest
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.wire.messages import EngineReady
 from bladellm_tools.serve import banner
-from tests.support.cases import some_pairs
+from tests.support.cases import drawn_of, some_pairs
 from tests.tools.command import ROOT, command, run, wait_for_library
 
+FRONT_ENDS = [[], ["--disable_frontend_multiprocessing"]]
 GIB = 1024**3
 READY = EngineReady(
     vocab_size=100,
@@ -90,7 +91,9 @@ def test_the_recipe_serves_and_sigterm_ends_it(device) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize(("delay", "flags"), some_pairs([0.0, 0.2, 0.6], [[], ["--disable_frontend_multiprocessing"]]))
+@pytest.mark.parametrize(
+    ("delay", "flags"), some_pairs([0.0, 0.2, 0.6], [[], ["--disable_frontend_multiprocessing"]], 2)
+)
 def test_ctrl_c_during_the_start_is_clean(delay: float, flags: list[str], demo_model: Path) -> None:
     flags = ["--model", str(demo_model), "--port", "0", "--kv_cache_gib", "0.05", "--device", "cpu", *flags]
     process = subprocess.Popen(
@@ -148,7 +151,7 @@ def test_a_folder_that_is_no_models_is_one_sentence() -> None:
     assert "recipes/config.json is missing" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [[], ["--disable_frontend_multiprocessing"]])
+@pytest.mark.parametrize("flags", drawn_of(FRONT_ENDS, 1))
 def test_a_folder_with_two_faults_is_one_sentence(flags: list[str], demo_model: Path, tmp_path: Path) -> None:
     """Tokenizer and engine load side by side, and both fail; whichever is second has nothing to add."""
     for name in ("config.json", "tokenizer_config.json"):
