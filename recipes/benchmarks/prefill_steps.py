@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=longest, max_running_requests=max([*args.batches, 1]) + 4, attn_cls=args.attn_cls,
             kv_cache_quant=args.kv_cache_quant, kv_cache_gib=args.kv_cache_gib, disable_prompt_cache=True,
+            cuda_graph_prefill_tokens=args.cuda_graph_prefill_tokens,
         )
     )  # fmt: skip
     phases = {name: round(seconds, 2) for name, seconds in engine.ready.phases}
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="mixed steps timed")
     parser.add_argument("--repeats", type=int, default=15, help="prefills of 1024 tokens; fewer of longer ones")
     parser.add_argument("--trace", action="store_true", help="profile some more of each, for the idle share")
+    parser.add_argument("--cuda_graph_prefill_tokens", nargs="*", type=int, default=[], help="as the server's")
     parser.add_argument("--kv_cache_gib", type=float)
     for name, default in (("device", "auto"), ("dtype", "auto"), ("load_format", "dummy"),
                           ("attn_cls", "ragged_flash"), ("kv_cache_quant", "no_quant")):  # fmt: skip

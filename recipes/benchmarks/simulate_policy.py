@@ -24,7 +24,7 @@ from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
-SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+SIZES = (32, *range(64, 1025, 64), 1152, 1280, 1536, 1792, 2048)
 """Token counts that steps with prompt tokens are padded to."""
 COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6, sizes=SIZES)
 DECODE_ROWS = (1, 8, 64, 256)

@@ -26,7 +26,7 @@ from tests.scheduler.test_soak import Traffic
 
 COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6)
 BOUND = StepBound(14.0, COST)
-SIZES = (32, 64, 128, 192, *range(256, 1281, 128), 1536, 1792, 2048)
+SIZES = (32, *range(64, 1025, 64), 1152, 1280, 1536, 1792, 2048)
 PADDED = StepBound(14.0, replace(COST, sizes=SIZES))
 LIMIT = 8192
 
