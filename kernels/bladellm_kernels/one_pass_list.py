@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ CALL, BLOCK, TILE = 8.0, 1.55, 0.5
 """µs of a launch and of a block, and blocks that a tile takes besides, measured on an H200 (bfloat16, 32 query and 8 KV
 heads): chunks of 64 (10), 512 (15), 1000 (24), 2048 (62), 8191 (767), 64 behind 8192 (96), 300 behind 777 (22), 608
 behind 1500 (47), 2048 behind 2048 (157) and behind 32768 (1,573)."""
+FEW_CHUNKS = 3
+"""Of more it is not looked at each program: that takes the host longer than the choice can gain."""
 
 
 def heads_of_a_tile(group: int) -> int:
@@ -37,36 +40,44 @@ def list_programs(spans: Sequence[Span], heads: Heads, programs: int) -> NDArray
 
 def share_programs(spans: Sequence[Span], heads: Heads, programs: int) -> list[tuple[Span, int]]:
     """How many programs each chunk has, by the blocks in it, longest chunks first: all end at about the same time."""
-    tiles = {span: _tiles(span, heads) for span in spans}
-    blocks = {span: _blocks(span, heads) for span in spans}
-    order = sorted(spans, key=lambda span: -blocks[span])
-    left, rest = max(programs, len(spans)), sum(blocks.values())
+    order = sorted(
+        ((_work(span.query_len, span.start, heads), span) for span in spans), key=lambda pair: -pair[0].blocks
+    )
+    left, rest = max(programs, len(spans)), sum(work.blocks for work, _ in order)
     shares: list[tuple[Span, int]] = []
-    for behind, span in zip(range(len(order) - 1, -1, -1), order, strict=True):
-        share = round(left * blocks[span] / rest) if rest else 1
-        count = max(1, min(share, tiles[span], left - behind))
+    for behind, (work, span) in zip(range(len(order) - 1, -1, -1), order, strict=True):
+        count = max(1, min(round(left * work.blocks / rest), work.tiles, left - behind))
         shares.append((span, count))
-        left, rest = left - count, rest - blocks[span]
+        left, rest = left - count, rest - work.blocks
     return shares
 
 
 def one_pass_cost(heads: Heads, spans: Sequence[Span], programs: int = MULTIPROCESSORS) -> float:
-    """µs of a launch for some chunks; nothing for none."""
+    """µs of a launch for some chunks, of many of them about; nothing for none."""
     if not spans:
         return 0.0
-    longest = max(_longest(span, heads, count) for span, count in share_programs(spans, heads, programs))
-    waves = -(-len(spans) // programs)
-    return CALL + BLOCK * longest * waves
+    if len(spans) <= FEW_CHUNKS:
+        return CALL + BLOCK * max(
+            _longest(span, heads, count) for span, count in share_programs(spans, heads, programs)
+        )
+    works = [_work(span.query_len, span.start, heads) for span in spans]
+    return CALL + BLOCK * max(sum(work.blocks for work in works) / programs, max(work.longest for work in works))
 
 
-def _tiles(span: Span, heads: Heads) -> int:
+class _Work(NamedTuple):
+    """Of a chunk: its tiles, the blocks of them all, about, and those of its last tile, which sees most."""
+
+    tiles: int
+    blocks: float
+    longest: float
+
+
+@lru_cache(maxsize=4096)
+def _work(query_len: int, start: int, heads: Heads) -> _Work:
     pack = heads_of_a_tile(heads.query // heads.kv)
-    return -(-span.query_len * pack // TILE_ROWS) * (heads.query // pack)
-
-
-def _blocks(span: Span, heads: Heads) -> float:
-    """Of all tiles of a chunk, about."""
-    return _tiles(span, heads) * ((span.start + span.query_len / 2) / BLOCK_KEYS + 0.5 + TILE)
+    tiles = -(-query_len * pack // TILE_ROWS) * (heads.query // pack)
+    longest = -(-(start + query_len) // BLOCK_KEYS) + TILE
+    return _Work(tiles, tiles * ((start + query_len / 2) / BLOCK_KEYS + 0.5 + TILE), longest)
 
 
 def _longest(span: Span, heads: Heads, programs: int) -> float:
