@@ -10,7 +10,7 @@ from bladellm_kernels.row_schedule import FEW_ROWS, row_schedule
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["index"])  # type: ignore[untyped-decorator]
 def rms_norm_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, index: tl.tensor, out: tl.tensor, total: tl.tensor,
     scales: tl.tensor, x_stride: tl.tensor, residual_stride: tl.tensor, total_stride: tl.tensor,

@@ -151,6 +151,20 @@ def test_norms_and_silu_mul_compile_for_hopper(rows, code_type):
         check_compiled(name, kernel.asm["ptx"], loads_only=code_type is not None)
 
 
+def test_norms_take_rows_listed_anywhere():
+    """A step's list lies behind arrays of any length: where it begins must not ask for another compilation."""
+    from bladellm_kernels.rms_norm_triton import launch_rms_norm
+
+    x, weight, numbers = torch.empty(4, 64), torch.empty(64), torch.zeros(8, dtype=torch.int64)
+    kernels = []
+    for first in (0, 1):
+        with compiled_launches() as compiled:
+            launch_rms_norm(x, x, weight, numbers[first : first + 3], 1e-5, torch.empty(3, 64))
+        kernels.append(compiled["rms_norm_kernel"])
+    assert numbers[1:].data_ptr() % 16 == 8
+    assert kernels[0].hash == kernels[1].hash
+
+
 def test_the_others_compile_for_hopper():
     pytest.importorskip("triton")
     from bladellm_kernels.embedding_triton import launch_embedding
