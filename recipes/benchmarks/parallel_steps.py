@@ -125,6 +125,11 @@ def table(args: argparse.Namespace, rows: list[Measured]) -> str:
     return "\n".join(lines)
 
 
+def kept_flags(args: argparse.Namespace) -> str:
+    """All but folders and files, which are of one machine only."""
+    return str({name: value for name, value in vars(args).items() if not isinstance(value, Path)})
+
+
 def measure(args: argparse.Namespace) -> list[Measured]:
     """All cases that there is time for."""
     began = psutil.Process().create_time()
@@ -138,7 +143,7 @@ def measure(args: argparse.Namespace) -> list[Measured]:
         rows.append((case, unit, *work()))
         print(case, unit, *map(number, rows[-1][2:]), flush=True)
         if args.json:
-            args.json.write_text(json.dumps({"flags": str(vars(args)), "rows": rows}, indent=2) + "\n")
+            args.json.write_text(json.dumps({"flags": kept_flags(args), "rows": rows}, indent=2) + "\n")
     engine.core.close()
     return rows
 
