@@ -71,3 +71,14 @@ class Ring(NamedTuple):
     blocks: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+
+
+class Sources(NamedTuple):
+    """What a group's steps on a tile read: its queries, the rings of keys and of values, the positions of its rows; and
+    what scores are multiplied with, log2 e in it."""
+
+    rows: gl.shared_memory_descriptor
+    key_ring: Ring
+    value_ring: Ring
+    position: gl.tensor
+    qk_scale: gl.tensor

@@ -53,8 +53,12 @@ def described(data: torch.Tensor, group: int) -> TensorDescriptor:
     """Queries or outputs [n, Hq, D] as the copy engine has them, in tiles of a group's rows."""
     pack = heads_of_a_tile(group)
     block = [ROWS.value // pack, pack, DIM.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16 if data.dtype == torch.float16 else gl.bfloat16)
-    return TensorDescriptor(data, list(data.shape), list(data.stride()), block, layout)
+    return TensorDescriptor(data, list(data.shape), list(data.stride()), block, _layout(tuple(block), data.dtype))
+
+
+@lru_cache(maxsize=16)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if dtype == torch.float16 else gl.bfloat16)
 
 
 def stored(kv: KvLayer) -> Stored:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS
-from bladellm_kernels.one_pass_parts_hopper import Place, Results, Ring, Work
+from bladellm_kernels.one_pass_parts_hopper import Place, Results, Ring, Sources, Work
 from bladellm_kernels.one_pass_steps_hopper import (
     DIM,
     KEYS,
@@ -238,19 +238,20 @@ def _attend(
         done = place
         place = _place(tile, work, TILE)
         rows, position = _queries(asked, turn, place, work, group, TILE)
+        sources = Sources(rows, keys, values, position, qk_scale)
         factor = 1.0 / gl.sum(total, 1)
         peak = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, PARTS))
         state = sums, weights, peak, gl.zeros((ROWS, 8), gl.float32, PARTS)
         key0 = (place.blocks - 1) * KEYS
-        state, _ = take_step(state, rows, keys, values, step, turn > 0, key0, position, qk_scale, group, True, TILE)
+        state, _ = take_step(state, sources, step, turn > 0, key0, group, True, TILE)
         if turn > 0:
             _store(state[0], factor, results.index(group), out, done, work, group, TILE)
         state = gl.zeros((ROWS, DIM), gl.float32, SCORES), state[1], state[2], state[3]
         masked = gl.maximum(place.masked, 1)
         for each in range(1, masked):
-            state = _inner_step(state, rows, keys, values, step, each, place, position, qk_scale, group, True, TILE)
+            state = _inner_step(state, sources, step, each, place, group, True, TILE)
         for each in range(masked, place.blocks):
-            state = _inner_step(state, rows, keys, values, step, each, place, position, qk_scale, group, False, TILE)
+            state = _inner_step(state, sources, step, each, place, group, False, TILE)
         sums, weights, _, total = state
         mbarrier.arrive(asked.empty.index(turn % 2 * GROUPS + group))
         step += place.blocks
@@ -277,21 +278,17 @@ def _queries(
 @gluon.jit  # type: ignore[untyped-decorator]
 def _inner_step(
     state: gl.tuple,
-    rows: gl.tensor,
-    keys: gl.tuple,
-    values: gl.tuple,
+    sources: gl.tuple,
     step: gl.tensor,
     each: gl.tensor,
     place: gl.tuple,
-    position: gl.tensor,
-    qk_scale: gl.tensor,
     group: gl.constexpr,
     MASKED: gl.constexpr,
     TILE: gl.constexpr,
 ) -> gl.tuple:
     """The `each`-th step of a tile that began with the program's `step`-th."""
     key0 = (place.blocks - 1 - each) * KEYS
-    state, fade = take_step(state, rows, keys, values, step + each, True, key0, position, qk_scale, group, MASKED, TILE)
+    state, fade = take_step(state, sources, step + each, True, key0, group, MASKED, TILE)
     sums, weights, peak, total = state
     fade = gl.convert_layout(fade, gl.SliceLayout(1, SCORES), assert_trivial=True)
     return sums * fade[:, None], weights, peak, total

@@ -40,39 +40,37 @@ PAIRS = gl.constexpr(
 @gluon.jit  # type: ignore[untyped-decorator]
 def take_step(
     state: gl.tuple,
-    rows: gl.tensor,
-    keys: gl.tuple,
-    values: gl.tuple,
+    sources: gl.tuple,
     now: gl.tensor,
     there: gl.tensor,
     key0: gl.tensor,
-    position: gl.tensor,
-    qk_scale: gl.tensor,
     group: gl.constexpr,
     MASKED: gl.constexpr,
     TILE: gl.constexpr,
 ) -> gl.tuple:
     """Weights of the program's `now`-th block, and beside them the product of the one before, if there is one.
 
-    state: sums, weights of the block before, peak, total. Returns the next one, and what its sums have yet to fade by.
+    state: sums, weights of the block before, peak, total; sources: `Sources`. Returns the next state, and what its sums
+    have yet to fade by.
     """
     sums, weights, peak, total = state
-    operand = _operand(weights, rows.dtype)
+    keys, values = sources.key_ring, sources.value_ring
+    operand = _operand(weights, sources.rows.dtype)
     stage, before = now % TILE.stages, (now + TILE.stages - 1) % TILE.stages
     mbarrier.wait(keys.full.index(stage), now // TILE.stages & 1)
     await_turn(group)
     scores = gl.zeros((ROWS, KEYS), gl.float32, SCORES)
     turned = keys.blocks.index(stage).permute((1, 0))
-    scores = warpgroup_mma(rows, turned, scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(sources.rows, turned, scores, use_acc=False, is_async=True)
     mbarrier.wait(values.full.index(before), (now - 1) // TILE.stages & 1, pred=there)
     sums = warpgroup_mma(operand, values.blocks.index(before), sums, is_async=True)
     let_start(1 - group)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     mbarrier.arrive(keys.empty.index(stage))
-    numbers, peak, total, fade = _soften(scores, peak, total, key0, position, qk_scale, MASKED)
+    numbers, peak, total, fade = _soften(scores, peak, total, key0, sources, MASKED)
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     mbarrier.arrive(values.empty.index(before), pred=there)
-    return (sums, _rounded(numbers, rows.dtype), peak, total), fade
+    return (sums, _rounded(numbers, sources.rows.dtype), peak, total), fade
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -81,8 +79,7 @@ def _soften(
     peak: gl.tensor,
     total: gl.tensor,
     key0: gl.tensor,
-    position: gl.tensor,
-    qk_scale: gl.tensor,
+    sources: gl.tuple,
     MASKED: gl.constexpr,
 ) -> gl.tuple:
     """Weights of a block's scores, the new peak and total, and what older sums fade by."""
@@ -90,14 +87,14 @@ def _soften(
     scores = gl.convert_layout(gl.reshape(scores, (ROWS, KEYS // 8, 8)), EIGHTS, assert_trivial=True)
     if MASKED:
         first = gl.arange(0, KEYS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, EIGHTS))) * 8
-        last = (position - key0)[:, None] - gl.arange(0, 8, layout=gl.SliceLayout(0, PARTS))[None, :]
+        last = (sources.position - key0)[:, None] - gl.arange(0, 8, layout=gl.SliceLayout(0, PARTS))[None, :]
         scores = gl.where(first[None, :, None] <= last[:, None, :], scores, float("-inf"))
-    higher = gl.maximum(peak, gl.max(gl.max(scores, 1), 1) * qk_scale)
+    higher = gl.maximum(peak, gl.max(gl.max(scores, 1), 1) * sources.qk_scale)
     level = higher
     if MASKED:
         # A row that sees nothing yet has no finite peak, and -inf - -inf is not a number.
         level = gl.where(higher == float("-inf"), 0.0, higher)
-    weights = gl.exp2(scores * qk_scale - level[:, None][:, None, :])
+    weights = gl.exp2(scores * sources.qk_scale - level[:, None][:, None, :])
     fade = gl.exp2(peak - level)
     total = total * fade[:, None] + gl.sum(weights, 1)
     return weights, higher, total, fade
