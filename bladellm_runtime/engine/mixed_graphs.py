@@ -79,21 +79,21 @@ class MixedGraphs:
         self._graphs = capture_sizes(
             "graph_prefill_tokens",
             self.sizes,
-            partial(self._capture, capture, False, False),
+            partial(self._capture, capture),
             "steps with prefill chunks run without CUDA graphs",
         )
         if self._graphs:
             self._one_pass = capture_sizes(
                 "graph_one_pass_tokens",
                 [size for size in self.sizes if self.inputs.has_one_pass(size) and not any(self._model.spec.windows)],
-                partial(self._capture, capture, False, True),
+                partial(self._capture, capture, one_pass=True),
                 "steps with prefill chunks have both kinds of attention",
             )
         if self._model.lora is not None and self._graphs:
             self._adapted = capture_sizes(
                 "graph_lora_prefill_tokens",
                 self.sizes,
-                partial(self._capture, capture, True, False),
+                partial(self._capture, capture, adapted=True),
                 "steps with prefill chunks and adapters run without CUDA graphs",
             )
         return bool(self._graphs)
@@ -143,7 +143,7 @@ class MixedGraphs:
         spans = [Span(0, chunk.query_len, start, 0, 0) for chunk, start in zip(chunks, starts, strict=True)]
         return listed_cost(spans, self._heads)
 
-    def _capture(self, capture: Capture, adapted: bool, one_pass: bool, size: int) -> Work:
+    def _capture(self, capture: Capture, size: int, *, adapted: bool = False, one_pass: bool = False) -> Work:
         self.inputs.send(None, size)
 
         def forward() -> None:

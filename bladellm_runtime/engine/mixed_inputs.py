@@ -211,7 +211,7 @@ class MixedInputs:
         if flat is not None:
             _fill(tokens, rows, flat)
         self.adapted = flat is not None and flat.adapters is not None
-        self.one_pass = not any(has_tiles(target, layout.list) for target in lists.values())
+        self.one_pass = self.has_one_pass(size) and not any(has_tiles(each, layout.list) for each in lists.values())
         if layout.max_loras:
             _fill_adapters(layout.adapters(host), None if flat is None else flat.adapters)
         length = layout.numbers if self.adapted or flat is None else layout.first_adapter
