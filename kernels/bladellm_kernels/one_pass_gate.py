@@ -5,7 +5,7 @@ import torch
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_layer import KvLayer
 
-HEAD_DIM = 128
+HEAD_DIMS = (64, 128)
 
 
 def one_pass_serves(kv: KvLayer, dtype: torch.dtype) -> bool:
@@ -16,7 +16,7 @@ def one_pass_serves(kv: KvLayer, dtype: torch.dtype) -> bool:
         return False
     if torch.cuda.get_device_capability(device)[0] != 9 or dtype not in (torch.float16, torch.bfloat16):
         return False
-    plain = not kv.format.quantized and not kv.paged and kv.head_dim == HEAD_DIM
+    plain = not kv.format.quantized and not kv.paged and kv.head_dim in HEAD_DIMS
     return plain and _fits(kv.payload)
 
 

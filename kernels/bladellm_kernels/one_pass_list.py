@@ -57,11 +57,18 @@ def one_pass_cost(heads: Heads, spans: Sequence[Span], programs: int = MULTIPROC
     if not spans:
         return 0.0
     if len(spans) <= FEW_CHUNKS:
-        return CALL + BLOCK * max(
+        return CALL + block_cost(heads.dim) * max(
             _longest(span, heads, count) for span, count in share_programs(spans, heads, programs)
         )
     works = [_work(span.query_len, span.start, heads) for span in spans]
-    return CALL + BLOCK * max(sum(work.blocks for work in works) / programs, max(work.longest for work in works))
+    return CALL + block_cost(heads.dim) * max(
+        sum(work.blocks for work in works) / programs, max(work.longest for work in works)
+    )
+
+
+def block_cost(dim: int) -> float:
+    """Of a block; two fifths are the softmax, whatever the dimensions."""
+    return BLOCK * (0.4 + 0.6 * dim / 128)
 
 
 class _Work(NamedTuple):
