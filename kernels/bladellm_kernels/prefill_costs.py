@@ -98,10 +98,15 @@ def _idle_factor(heads: Heads, span: Span) -> float:
 def fused_is_cheaper(heads: Heads, span: Span) -> bool:
     """Whether a chunk on quantized memory is better attended to on its codes than on numbers made of them, which are
     bounded."""
-    if (span.start + span.query_len) * 2 * heads.kv * heads.dim > SCRATCH_ELEMENTS:
+    if not fits_scratch(heads, span):
         return True
     plain = dequantize_cost(heads, span.start + span.query_len) + chunk_cost(heads, span, fused=False)
     return chunk_cost(heads, span, fused=True) <= plain
+
+
+def fits_scratch(heads: Heads, span: Span) -> bool:
+    """Whether all that a chunk sees may be made numbers at once."""
+    return (span.start + span.query_len) * 2 * heads.kv * heads.dim <= SCRATCH_ELEMENTS
 
 
 def kernel_cost(heads: Heads, spans: Iterable[Span], alone: bool = False) -> float:
