@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bladellm_kernels.prefill_costs import MULTIPROCESSORS, Heads
+from bladellm_kernels.prefill_costs import FITTED_DIM, MULTIPROCESSORS, Heads, timed_dim
 from bladellm_kernels.prefill_tiles import Span
 
 ENTRY_FIELDS = 6
@@ -67,8 +67,8 @@ def one_pass_cost(heads: Heads, spans: Sequence[Span], programs: int = MULTIPROC
 
 
 def block_cost(dim: int) -> float:
-    """Of a block; two fifths are the softmax, whatever the dimensions."""
-    return BLOCK * (0.4 + 0.6 * dim / 128)
+    """Of a block of heads of `dim` dimensions."""
+    return BLOCK * timed_dim(dim) / FITTED_DIM
 
 
 class _Work(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bladellm_kernels.kv_format import KV_FORMATS, NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.one_pass_gate import one_pass_takes
+from bladellm_kernels.one_pass_gate import one_pass_takes, one_pass_takes_numbers
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, heads_of_a_tile, list_programs
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
@@ -222,6 +222,10 @@ def test_what_it_takes(case, taken, monkeypatch):
     out = torch.empty(9, 4, dim, dtype=dtype)
     kv = replace(kv, payload=kv.payload.as_subclass(OnHopper))
     assert one_pass_takes(q, kv, window, 14, out) is taken
+    # Of codes it is made numbers, wherever those lie.
+    codes = replace(kv, format=KV_FORMATS["int8"], paged=False)
+    assert one_pass_takes_numbers(q, codes, window, 14, out) is (taken or case in ("quantized", "paged"))
+    assert not one_pass_takes_numbers(q, replace(kv, format=NO_QUANT), window, 14, out)
 
 
 ON_GPU = [*CASES, (300, 777, 32, 8), (2048, 2048, 32, 8), (0, 3000, 40, 40), (2048, 2048, 28, 4), (77, 1000, 64, 1)]
