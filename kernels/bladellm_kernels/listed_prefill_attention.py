@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
 from bladellm_kernels.multiprocessors import multiprocessors
-from bladellm_kernels.one_pass_gate import HEAD_DIM, one_pass_serves
+from bladellm_kernels.one_pass_gate import one_pass_serves
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, list_programs
 from bladellm_kernels.prefill_costs import KERNEL_CALL, Heads, chunk_cost
 from bladellm_kernels.prefill_routes import one_pass_routes
@@ -41,7 +41,7 @@ NARROW_TILES = 16
 class ListShape(NamedTuple):
     """What is the same for all lists of a captured step: rows of a tile, query heads of a KV head, KV heads; entries
     that the list has room for, and of these the ones that may see a part of their keys; programs of attention in one
-    pass, 0 without it."""
+    pass, 0 without it; dimensions of a head."""
 
     rows: int
     group: int
@@ -50,6 +50,7 @@ class ListShape(NamedTuple):
     merges: int
     parts: int
     programs: int = 0
+    dim: int = 128
 
     @property
     def item_numbers(self) -> int:
@@ -95,14 +96,14 @@ def list_shape(
     tile = _tile(tokens, group, heads.dim, dtype, heads.quantized)
     parts = max(2, PROGRAMS // heads.kv)
     items = (NARROW_TILES if programs and not windows else -(-tokens * group // tile.rows) + chunks) + parts
-    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs)
+    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs, heads.dim)
 
 
 def fill_list(spans: Sequence[Span], window: int | None, shape: ListShape, target: NDArray[np.int64]) -> bool:
     """Write the work of the chunks to `target`, int64 [shape.numbers], on the host. False where there is no room."""
     if not shape.programs or window is not None:
         return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
-    heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, HEAD_DIM)
+    heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, shape.dim)
     return any(
         _write(list_programs(routes.one_pass, heads, shape.programs), routes.stored, window, shape, target)
         for routes in one_pass_routes(tuple(spans), heads)

@@ -5,25 +5,37 @@ import torch
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_layer import KvLayer
 
-HEAD_DIM = 128
+HEAD_DIMS = (64, 128)
 
 
 def one_pass_serves(kv: KvLayer, dtype: torch.dtype) -> bool:
     """For queries of `dtype` and sequences of which every query sees all before it: on a Hopper half precision, and
     plain contiguous memory at whole 16 bytes."""
+    return one_pass_serves_numbers(kv, dtype) and not kv.format.quantized and not kv.paged and _fits(kv.payload)
+
+
+def one_pass_serves_numbers(kv: KvLayer, dtype: torch.dtype) -> bool:
+    """The same on numbers made of the layer's codes."""
     device = kv.payload.device
     if not kv.payload.is_cuda or not has_triton() or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(device)[0] != 9 or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    plain = not kv.format.quantized and not kv.paged and kv.head_dim == HEAD_DIM
-    return plain and _fits(kv.payload)
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and dtype in (torch.float16, torch.bfloat16) and kv.head_dim in HEAD_DIMS
 
 
 def one_pass_takes(q: torch.Tensor, kv: KvLayer, window: int | None, longest: int, out: torch.Tensor) -> bool:
     """The same for sequences of up to `longest`, and whether queries and results are at whole 16 bytes, too."""
-    whole = window is None or window >= longest
-    return whole and one_pass_serves(kv, q.dtype) and _fits(q) and _fits(out)
+    return one_pass_serves(kv, q.dtype) and _sees_all(window, longest) and _fits(q) and _fits(out)
+
+
+def one_pass_takes_numbers(q: torch.Tensor, kv: KvLayer, window: int | None, longest: int, out: torch.Tensor) -> bool:
+    """The same on numbers made of the layer's codes."""
+    serves = kv.format.quantized and one_pass_serves_numbers(kv, q.dtype)
+    return serves and _sees_all(window, longest) and _fits(q) and _fits(out)
+
+
+def _sees_all(window: int | None, longest: int) -> bool:
+    return window is None or window >= longest
 
 
 def _fits(data: torch.Tensor) -> bool:

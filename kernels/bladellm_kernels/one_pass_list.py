@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bladellm_kernels.prefill_costs import MULTIPROCESSORS, Heads
+from bladellm_kernels.prefill_costs import FITTED_DIM, MULTIPROCESSORS, Heads, timed_dim
 from bladellm_kernels.prefill_tiles import Span
 
 ENTRY_FIELDS = 6
@@ -57,11 +57,18 @@ def one_pass_cost(heads: Heads, spans: Sequence[Span], programs: int = MULTIPROC
     if not spans:
         return 0.0
     if len(spans) <= FEW_CHUNKS:
-        return CALL + BLOCK * max(
+        return CALL + block_cost(heads.dim) * max(
             _longest(span, heads, count) for span, count in share_programs(spans, heads, programs)
         )
     works = [_work(span.query_len, span.start, heads) for span in spans]
-    return CALL + BLOCK * max(sum(work.blocks for work in works) / programs, max(work.longest for work in works))
+    return CALL + block_cost(heads.dim) * max(
+        sum(work.blocks for work in works) / programs, max(work.longest for work in works)
+    )
+
+
+def block_cost(dim: int) -> float:
+    """Of a block of heads of `dim` dimensions."""
+    return BLOCK * timed_dim(dim) / FITTED_DIM
 
 
 class _Work(NamedTuple):

@@ -7,15 +7,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 class OnePassTile(NamedTuple):
-    """What the kernel is compiled for. pack: heads in a tile; stages: blocks of keys, and as many of values, that are
-    there or on their way."""
+    """What the kernel is compiled for. dim: of a head; pack: heads in a tile; stages: blocks of keys, and as many of
+    values, that are there or on their way."""
 
+    dim: int
     pack: int
     stages: int
 
 
 class Written(NamedTuple):
-    """Outputs [T, heads, DIM], and their elements from a token to the next and from a head to the next."""
+    """Outputs [T, heads, dim], and their elements from a token to the next and from a head to the next."""
 
     data: gl.tensor
     token_stride: gl.tensor

@@ -15,12 +15,13 @@ from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, heads_of_a_tile, list_programs
 from bladellm_kernels.one_pass_parts_hopper import OnePassTile, Stored, Written
 from bladellm_kernels.one_pass_prefill_hopper import one_pass_kernel
-from bladellm_kernels.one_pass_steps_hopper import DIM, ROWS
+from bladellm_kernels.one_pass_steps_hopper import ROWS
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
 
-STAGES = 2
-"""Of keys and of values, 128 KiB in all; queries of two tiles and results of one take 96 KiB more."""
+STAGES = {128: 2, 64: 4}
+"""Of keys and of values by the dimensions of a head, 128 KiB in all; queries of two tiles and results of one take 96
+KiB more, or 48."""
 
 
 def launch(q: torch.Tensor, kv: KvLayer, spans: Sequence[Span], scale: float, out: torch.Tensor) -> None:
@@ -35,11 +36,12 @@ def launch_listed(q: torch.Tensor, kv: KvLayer, entries: torch.Tensor, scale: fl
     nothing. Nothing behind a chunk is written, and no key behind it read. The device reads the list, so a captured
     launch serves other lists in the same place."""
     heads, group = q.shape[1], q.shape[1] // kv.kv_heads
+    tile = OnePassTile(kv.head_dim, heads_of_a_tile(group), STAGES[kv.head_dim])
     triton.set_allocator(_allocate)
     one_pass_kernel[(len(entries),)](
         described(q, group), described(out, group), Written(out, out.stride(0), out.stride(1)), stored(kv),
         entries, heads, group, scale * math.log2(math.e),
-        TILE=OnePassTile(heads_of_a_tile(group), STAGES), num_warps=4, **early_launch(q.device),
+        TILE=tile, num_warps=4, **early_launch(q.device),
     )  # fmt: skip
 
 
@@ -52,7 +54,7 @@ def compile_ahead(q: torch.Tensor, kv: KvLayer) -> None:
 def described(data: torch.Tensor, group: int) -> TensorDescriptor:
     """Queries or outputs [n, Hq, D] as the copy engine has them, in tiles of a group's rows."""
     pack = heads_of_a_tile(group)
-    block = [ROWS.value // pack, pack, DIM.value]
+    block = [ROWS.value // pack, pack, data.shape[2]]
     return TensorDescriptor(data, list(data.shape), list(data.stride()), block, _layout(tuple(block), data.dtype))
 
 

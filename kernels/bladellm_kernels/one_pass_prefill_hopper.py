@@ -22,15 +22,14 @@ from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS
 from bladellm_kernels.one_pass_parts_hopper import Place, Results, Ring, Sources, Work
 from bladellm_kernels.one_pass_steps_hopper import (
-    DIM,
     KEYS,
     PAIRS,
     PARTS,
     ROWS,
-    SCORES,
     await_turn,
     last_product,
     let_start,
+    outputs_layout,
     take_step,
 )
 
@@ -53,7 +52,7 @@ def one_pass_kernel(
     TILE: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
-    """q, out: [T, heads, DIM] in tiles of [ROWS / pack, pack, DIM]; written: `Written`, of out; kv: `Stored`; entries:
+    """q, out: [T, heads, dim] in tiles of [ROWS / pack, pack, dim]; written: `Written`, of out; kv: `Stored`; entries:
     int64 [programs, FIELDS] of `one_pass_list`. qk_scale holds log2 e."""
     let_next_start(EARLY)
     entry = entries + gl.program_id(0) * FIELDS
@@ -83,15 +82,15 @@ def _attend_to_chunk(
 ) -> None:
     """A program's tiles. Nothing behind the chunk's keys is read: it may not even be mapped."""
     STAGES: gl.constexpr = TILE.stages
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], q.dtype)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE.dim], q.dtype)
     rows = kv.data + base_row * kv.row_stride
     seen = tma.make_tensor_descriptor(
-        rows, [work.start + work.queries, kv.columns], [kv.row_stride, 1], [KEYS, DIM], LAYOUT
+        rows, [work.start + work.queries, kv.columns], [kv.row_stride, 1], [KEYS, TILE.dim], LAYOUT
     )
-    asked = _new_ring(q.dtype, 2 * GROUPS, ROWS, 1)
-    keys = _new_ring(q.dtype, STAGES, KEYS, GROUPS)
-    values = _new_ring(q.dtype, STAGES, KEYS, GROUPS)
-    results = _new_blocks(q.dtype, GROUPS, ROWS)
+    asked = _new_ring(q.dtype, 2 * GROUPS, ROWS, TILE.dim, 1)
+    keys = _new_ring(q.dtype, STAGES, KEYS, TILE.dim, GROUPS)
+    values = _new_ring(q.dtype, STAGES, KEYS, TILE.dim, GROUPS)
+    results = _new_blocks(q.dtype, GROUPS, ROWS, TILE.dim)
     # The copy engine sees the barriers.
     fence_async_shared()
     gl.thread_barrier()
@@ -107,15 +106,19 @@ def _attend_to_chunk(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _new_blocks(dtype: gl.constexpr, COUNT: gl.constexpr, LENGTH: gl.constexpr) -> gl.shared_memory_descriptor:
+def _new_blocks(
+    dtype: gl.constexpr, COUNT: gl.constexpr, LENGTH: gl.constexpr, DIM: gl.constexpr
+) -> gl.shared_memory_descriptor:
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LENGTH, DIM], dtype)
     return gl.allocate_shared_memory(dtype, [COUNT, LENGTH, DIM], SHARED)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _new_ring(dtype: gl.constexpr, COUNT: gl.constexpr, LENGTH: gl.constexpr, READERS: gl.constexpr) -> gl.tuple:
+def _new_ring(
+    dtype: gl.constexpr, COUNT: gl.constexpr, LENGTH: gl.constexpr, DIM: gl.constexpr, READERS: gl.constexpr
+) -> gl.tuple:
     """Of COUNT blocks [LENGTH, DIM]."""
-    blocks = _new_blocks(dtype, COUNT, LENGTH)
+    blocks = _new_blocks(dtype, COUNT, LENGTH, DIM)
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(COUNT):
@@ -190,11 +193,12 @@ def _fetch_queries(
     TILE: gl.constexpr,
 ) -> None:
     """A group's rows of the program's `turn`-th tile; those behind the chunk are anything."""
+    DIM: gl.constexpr = TILE.dim
     PACK: gl.constexpr = TILE.pack
     slot = turn % 2 * GROUPS + group
     # The first turn of a ring waits for the phase before the first one, which has ended.
     mbarrier.wait(asked.empty.index(slot), (turn // 2 + 1) & 1)
-    mbarrier.expect(asked.full.index(slot), 2 * ROWS * DIM)
+    mbarrier.expect(asked.full.index(slot), 2 * ROWS * TILE.dim)
     rows = asked.blocks.index(slot).reshape((ROWS // PACK, PACK, DIM))
     corner = [work.first + place.token + group * (ROWS // PACK), place.head, 0]
     tma.async_copy_global_to_shared(q, corner, asked.full.index(slot), rows)
@@ -207,7 +211,7 @@ def _fetch_block(
     """The `step`-th block of the program's into its ring."""
     stage = step % TILE.stages
     mbarrier.wait(ring.empty.index(stage), (step // TILE.stages + 1) & 1)
-    mbarrier.expect(ring.full.index(stage), 2 * KEYS * DIM)
+    mbarrier.expect(ring.full.index(stage), 2 * KEYS * TILE.dim)
     tma.async_copy_global_to_shared(kv, [block * KEYS, column], ring.full.index(stage), ring.blocks.index(stage))
 
 
@@ -231,7 +235,9 @@ def _attend(
     tile = _tile_of(turn, work)
     place = _place(tile, work, TILE)
     # Before the first tile there is nothing: a product of what the memory holds, which nobody reads.
-    sums = gl.zeros((ROWS, DIM), gl.float32, SCORES)
+    DIM: gl.constexpr = TILE.dim
+    SUMS: gl.constexpr = outputs_layout(DIM)
+    sums = gl.zeros((ROWS, DIM), gl.float32, SUMS)
     weights = gl.zeros((ROWS, KEYS // 2), gl.int32, PAIRS)
     total = gl.zeros((ROWS, 8), gl.float32, PARTS)
     while tile < _tiles(work, TILE):
@@ -246,7 +252,7 @@ def _attend(
         state, _ = take_step(state, sources, step, turn > 0, key0, group, True, TILE)
         if turn > 0:
             _store(state[0], factor, results.index(group), out, done, work, group, TILE)
-        state = gl.zeros((ROWS, DIM), gl.float32, SCORES), state[1], state[2], state[3]
+        state = gl.zeros((ROWS, DIM), gl.float32, SUMS), state[1], state[2], state[3]
         masked = gl.maximum(place.masked, 1)
         for each in range(1, masked):
             state = _inner_step(state, sources, step, each, place, group, True, TILE)
@@ -290,7 +296,8 @@ def _inner_step(
     key0 = (place.blocks - 1 - each) * KEYS
     state, fade = take_step(state, sources, step + each, True, key0, group, MASKED, TILE)
     sums, weights, peak, total = state
-    fade = gl.convert_layout(fade, gl.SliceLayout(1, SCORES), assert_trivial=True)
+    SUMS: gl.constexpr = outputs_layout(TILE.dim)
+    fade = gl.convert_layout(fade, gl.SliceLayout(1, SUMS), assert_trivial=True)
     return sums * fade[:, None], weights, peak, total
 
 
@@ -308,8 +315,10 @@ def _store(
     """Write a group's rows of a tile, through a block that its last tile may still be copied from; or the rows of the
     chunk alone."""
     PACK: gl.constexpr = TILE.pack
+    DIM: gl.constexpr = TILE.dim
     TOKENS: gl.constexpr = ROWS // PACK
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, SCORES), assert_trivial=True)
+    SUMS: gl.constexpr = outputs_layout(TILE.dim)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS), assert_trivial=True)
     found = (sums * factor[:, None]).to(out.rows.data.dtype.element_ty)
     token = place.token + group * TOKENS
     if token + TOKENS <= work.queries:
@@ -321,8 +330,8 @@ def _store(
         corner = [work.first + token, place.head, 0]
         tma.async_copy_shared_to_global(out.tiles, corner, block.reshape((TOKENS, PACK, DIM)))
     else:
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-        column = gl.arange(0, DIM, layout=gl.SliceLayout(0, SCORES))
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        column = gl.arange(0, TILE.dim, layout=gl.SliceLayout(0, SUMS))
         token_stride, head_stride = out.rows.token_stride, out.rows.head_stride
         first = out.rows.data + (work.first + token).to(gl.int64) * token_stride + place.head * head_stride
         target = first + row // PACK * token_stride + row % PACK * head_stride

@@ -9,10 +9,8 @@ ROWS = gl.constexpr(64)
 """Of a tile that a group attends with."""
 KEYS = gl.constexpr(128)
 """Of a block."""
-DIM = gl.constexpr(128)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-"""Of a group's scores [ROWS, KEYS], and of its outputs [ROWS, DIM]."""
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SCORES.value, k_width=2))
+"""Of a group's scores [ROWS, KEYS]."""
 EIGHTS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
@@ -37,6 +35,18 @@ PAIRS = gl.constexpr(
 """Of weights as a product takes them, two in a register: [ROWS, KEYS / 2]."""
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def outputs_layout(dim: int) -> gl.NVMMADistributedLayout:
+    """Of a group's outputs [ROWS, dim]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def weights_layout(dim: int) -> gl.DotOperandLayout:
+    """Of weights [ROWS, KEYS] as the product with values takes them."""
+    return gl.DotOperandLayout(operand_index=0, parent=outputs_layout(dim), k_width=2)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def take_step(
     state: gl.tuple,
@@ -55,7 +65,7 @@ def take_step(
     """
     sums, weights, peak, total = state
     keys, values = sources.key_ring, sources.value_ring
-    operand = _operand(weights, sources.rows.dtype)
+    operand = _operand(weights, sources.rows.dtype, TILE.dim)
     stage, before = now % TILE.stages, (now + TILE.stages - 1) % TILE.stages
     mbarrier.wait(keys.full.index(stage), now // TILE.stages & 1)
     await_turn(group)
@@ -116,7 +126,7 @@ def _rounded(weights: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _operand(pairs: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
+def _operand(pairs: gl.tensor, dtype: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
     """Weights as a product takes them from registers."""
     if dtype == gl.bfloat16:
         even, odd = gl.inline_asm_elementwise(
@@ -127,7 +137,8 @@ def _operand(pairs: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
         )
     weights = gl.reshape(gl.join(even, odd), (ROWS, KEYS))
-    return gl.convert_layout(weights, WEIGHTS, assert_trivial=True)
+    LAYOUT: gl.constexpr = weights_layout(DIM)
+    return gl.convert_layout(weights, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -137,7 +148,9 @@ def last_product(
     """Sums of the last tile, with its last block."""
     stage = step % TILE.stages
     mbarrier.wait(values.full.index(stage), step // TILE.stages & 1)
-    sums = warpgroup_mma(_operand(weights, values.blocks.dtype), values.blocks.index(stage), sums, is_async=True)
+    sums = warpgroup_mma(
+        _operand(weights, values.blocks.dtype, TILE.dim), values.blocks.index(stage), sums, is_async=True
+    )
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     mbarrier.arrive(values.empty.index(stage))
     return sums

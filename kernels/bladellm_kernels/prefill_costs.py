@@ -4,6 +4,8 @@ Fitted to measurements on an H200 (bfloat16, 32 query heads and 8 KV heads of 12
 proportions. It is within some 10 % of: cuDNN's causal squares of 512 (14 µs), 1024 (32), 2048 (82), 8192 (884)
 and 32768 (12,835), its rectangles of 2048 × 4096 (212), 2048 × 34816 (1,677) and 64 × 8256 (113), and the Triton
 kernel on 512 (16), 1000 (30), 2048 (91), 8192 (1,116), 2048 behind 8192 (625) and 1500 behind 5000 (313).
+Of 8 KV heads of 64 dimensions: cuDNN on 2048 (61), 8191 (632) and 2048 behind 2048 (152); of 2, with 14 query heads,
+the Triton kernel on 512 (14), 1000 (20), 8191 (348) and 300 behind 777 (21).
 """
 
 from collections.abc import Iterable
@@ -13,6 +15,8 @@ from bladellm_kernels.prefill_tiles import Span, key_parts
 
 # Scalar operations a µs: of cuDNN at its best, and of the Triton kernel on plain and on quantized memory.
 LIBRARY_RATE, KERNEL_RATE, FUSED_RATE = 690e6, 515e6, 188e6
+# Dimensions of a head that the rates are of, and the share of the softmax in its time: that takes no less in others.
+FITTED_DIM, SOFTMAX = 128, 0.4
 # Bytes a µs of a copy, and of one multiprocessor's share of cuDNN's rate; µs a launch.
 COPY_RATE = 3.5e6
 MULTIPROCESSORS = 132
@@ -46,11 +50,22 @@ class Heads:
         """Numbers of q a token."""
         return self.query * self.dim
 
+    @property
+    def timed(self) -> float:
+        """The same, as attention takes time for them."""
+        return self.query * timed_dim(self.dim)
+
+
+def timed_dim(dim: int) -> float:
+    """The time of heads of `dim`, as dimensions of which FITTED_DIM take the time of theirs. Wider ones, not
+    measured: `dim`."""
+    return dim + SOFTMAX * max(0, FITTED_DIM - dim)
+
 
 def square_cost(heads: Heads, length: int) -> float:
     """cuDNN's causal attention of `length` queries to as many keys."""
-    work = 4 * heads.elements * length * length / 2
-    return LIBRARY_CALL + SQUARE_ELEMENT * length * heads.elements + work / LIBRARY_RATE
+    work = 4 * heads.timed * length * length / 2
+    return LIBRARY_CALL + SQUARE_ELEMENT * length * heads.timed + work / LIBRARY_RATE
 
 
 def rectangle_cost(heads: Heads, rows: int, keys: int) -> float:
@@ -58,7 +73,7 @@ def rectangle_cost(heads: Heads, rows: int, keys: int) -> float:
     multiprocessor."""
     programs = -(-rows // PROGRAM_ROWS) * heads.query
     waves = -(-programs // MULTIPROCESSORS)
-    work = 4 * PROGRAM_ROWS * keys * heads.dim
+    work = 4 * PROGRAM_ROWS * keys * timed_dim(heads.dim)
     return LIBRARY_CALL + waves * (PROGRAM + work * MULTIPROCESSORS / LIBRARY_RATE)
 
 
@@ -84,24 +99,48 @@ def chunk_cost(heads: Heads, span: Span, fused: bool, alone: bool = False) -> fl
     """
     prefix, square = span.query_len * span.start, span.query_len * (span.query_len + 1) / 2
     scores = square + prefix * (_idle_factor(heads, span) if alone else 1.0)
-    rate = FUSED_RATE if fused else KERNEL_RATE
-    return KERNEL_ELEMENT * span.query_len * heads.elements + 4 * heads.elements * scores / rate
+    cost = KERNEL_ELEMENT * span.query_len * heads.timed + heads.query * scores * _score_cost(heads, fused)
+    # The rates of FITTED_DIM were fitted, and its choices measured, without it.
+    return max(cost, _longest_program(heads, span, fused)) if alone and heads.dim < FITTED_DIM else cost
+
+
+def _score_cost(heads: Heads, fused: bool) -> float:
+    """Of a score of one query head, all multiprocessors at work; to make numbers of codes takes time by the
+    dimensions."""
+    codes = heads.dim * (1 / FUSED_RATE - 1 / KERNEL_RATE) if fused else 0.0
+    return 4 * (timed_dim(heads.dim) / KERNEL_RATE + codes)
 
 
 def _idle_factor(heads: Heads, span: Span) -> float:
     """Multiprocessors × waves of programs, by programs."""
-    programs = -(-span.query_len * (heads.query // heads.kv) // PROGRAM_ROWS) * heads.kv
-    programs *= key_parts(span.start + span.query_len, programs)
-    return -(-programs // MULTIPROCESSORS) * MULTIPROCESSORS / programs
+    tiles, parts = _programs(heads, span)
+    return -(-tiles * parts // MULTIPROCESSORS) * MULTIPROCESSORS / (tiles * parts)
+
+
+def _longest_program(heads: Heads, span: Span, fused: bool) -> float:
+    """Of the last tile, which sees all keys, or of a part of them."""
+    keys = (span.start + span.query_len) / _programs(heads, span)[1]
+    return PROGRAM_ROWS * keys * MULTIPROCESSORS * _score_cost(heads, fused)
+
+
+def _programs(heads: Heads, span: Span) -> tuple[int, int]:
+    """Tiles of a chunk, counted over KV heads, and the parts that each one's keys are divided into."""
+    tiles = -(-span.query_len * (heads.query // heads.kv) // PROGRAM_ROWS) * heads.kv
+    return tiles, key_parts(span.start + span.query_len, tiles)
 
 
 def fused_is_cheaper(heads: Heads, span: Span) -> bool:
     """Whether a chunk on quantized memory is better attended to on its codes than on numbers made of them, which are
     bounded."""
-    if (span.start + span.query_len) * 2 * heads.kv * heads.dim > SCRATCH_ELEMENTS:
+    if not fits_scratch(heads, span):
         return True
     plain = dequantize_cost(heads, span.start + span.query_len) + chunk_cost(heads, span, fused=False)
     return chunk_cost(heads, span, fused=True) <= plain
+
+
+def fits_scratch(heads: Heads, span: Span) -> bool:
+    """Whether all that a chunk sees may be made numbers at once."""
+    return (span.start + span.query_len) * 2 * heads.kv * heads.dim <= SCRATCH_ELEMENTS
 
 
 def kernel_cost(heads: Heads, spans: Iterable[Span], alone: bool = False) -> float:

@@ -11,6 +11,7 @@ from bladellm_kernels.prefill_costs import (
     Heads,
     copy_cost,
     dequantize_cost,
+    fits_scratch,
     fused_is_cheaper,
     kernel_cost,
     launch_shares,
@@ -46,14 +47,18 @@ def choose_routes(
     longest_piece: int = LONGEST_PIECE,
     window: int | None = None,
     planned: PlannedCalls | None = None,
+    one_pass: bool = False,
 ) -> Routes:
     """The cheapest of: some of the largest chunks by cuDNN (if `cudnn` can take any), and the others by Triton.
 
     alone: the result of an only chunk may be cuDNN's own tensor. window: what a query sees; None or all of it for
-    cuDNN. planned: what cuDNN may be asked; anything when None. Kept, since all layers of a step ask for the same.
+    cuDNN. planned: what cuDNN may be asked; anything when None. one_pass: numbers made of codes are attended to in one
+    pass, which cuDNN does not better, but for longer prefixes than are made at once. Kept, since all layers of a step
+    ask for the same.
     """
     cost = partial(cudnn_cost, heads, alone=alone, longest_piece=longest_piece, planned=planned)
-    taken = _cudnn_chunks(spans, heads, cost) if cudnn and not _shared_memory(spans) else set()
+    asked = [span for span in spans if not (one_pass and fits_scratch(heads, span))]
+    taken = _cudnn_chunks(asked, heads, cost) if cudnn and not _shared_memory(spans) else set()
     rest = [span for span in spans if span not in taken]
     dequantized = [span for span in rest if heads.quantized and not fused_is_cheaper(heads, _seen(span, window))]
     return Routes(

@@ -12,8 +12,9 @@ import torch
 
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import Stretch
+from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.one_pass_gate import one_pass_serves
+from bladellm_kernels.one_pass_gate import one_pass_serves, one_pass_serves_numbers
 from bladellm_kernels.prefill_calls import CudnnCall, PlannedCalls, calls_to_plan
 from bladellm_kernels.prefill_sdpa import MERGED_AT_ONCE, cudnn_attention, in_place, longest_piece
 from bladellm_kernels.ragged_prefill_attention import cudnn_takes
@@ -62,14 +63,17 @@ def warm_up(
 
 
 def _compile_one_pass(heads: int, dtype: torch.dtype, layers: Sequence[KvLayer]) -> bool:
-    """Compile attention in one pass for the layers; False where it does not serve all of them."""
-    if not all(one_pass_serves(kv, dtype) for kv in layers):
-        return False
+    """Compile attention in one pass for the layers, or numbers made of them; False where it does not serve all of them
+    as they are stored."""
     from bladellm_kernels.one_pass_prefill import compile_ahead
 
     for kv in {kv.payload.stride(): kv for kv in layers}.values():
-        compile_ahead(torch.empty(1, heads, kv.head_dim, dtype=dtype, device=kv.payload.device), kv)
-    return True
+        if kv.format.quantized and one_pass_serves_numbers(kv, dtype):
+            numbers = torch.empty(1, 2, kv.kv_heads, kv.head_dim, dtype=dtype, device=kv.payload.device)
+            compile_ahead(numbers.new_empty(1, heads, kv.head_dim), KvLayer(numbers, NO_QUANT, kv.granule_tokens))
+        elif one_pass_serves(kv, dtype):
+            compile_ahead(torch.empty(1, heads, kv.head_dim, dtype=dtype, device=kv.payload.device), kv)
+    return all(one_pass_serves(kv, dtype) for kv in layers)
 
 
 def plan_calls(

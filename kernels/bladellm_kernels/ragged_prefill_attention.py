@@ -10,7 +10,7 @@ from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_dequantize import dequantized_layers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
-from bladellm_kernels.one_pass_gate import one_pass_takes
+from bladellm_kernels.one_pass_gate import one_pass_takes, one_pass_takes_numbers
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_routes import Routes, choose_routes, one_pass_routes
@@ -109,12 +109,19 @@ def _attend_on_cuda(
         return _attend_in_one_pass(q, kv, one_pass_routes(tuple(spans), heads)[0], scale, out)
     cudnn = cudnn_takes(kv.head_dim, q.dtype, window, longest, torch.cuda.get_device_capability(q.device))
     alone = out is None and len(spans) == 1 and spans[0].query_len == q.shape[0]
-    routes = choose_routes(tuple(spans), heads, cudnn, alone, prefill_sdpa.longest_piece(kv), window, planned)
+    one_pass = one_pass_takes_numbers(q, kv, window, longest, q if out is None else out)
+    piece = prefill_sdpa.longest_piece(kv)
+    routes = choose_routes(tuple(spans), heads, cudnn, alone, piece, window, planned, one_pass)
     if alone and routes.cudnn:
         return prefill_sdpa.attend_chunk(q, kv, spans[0], scale, planned=planned)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for plain, moved in dequantized_layers(kv, routes.dequantized, window, q.dtype, SCRATCH_ELEMENTS):
-        ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
+        if one_pass:
+            _attend_in_one_pass(
+                q, plain, one_pass_routes(tuple(moved), prefill_sdpa.layer_heads(q, plain))[0], scale, out
+            )
+        else:
+            ragged_prefill_triton.launch(q, plain, moved, scale, window, out)
     if routes.stored:
         ragged_prefill_triton.launch(q, kv, routes.stored, scale, window, out)
     for span in routes.cudnn:

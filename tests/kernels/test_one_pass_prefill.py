@@ -9,7 +9,7 @@ import pytest
 import torch
 from bladellm_kernels.kv_format import KV_FORMATS, NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.one_pass_gate import one_pass_takes
+from bladellm_kernels.one_pass_gate import one_pass_takes, one_pass_takes_numbers
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, heads_of_a_tile, list_programs
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
@@ -29,19 +29,19 @@ ON_HOPPER = pytest.mark.skipif(
 
 
 def problem(
-    start: int, length: int, heads: int, kv_heads: int, device: str = "cpu", mapped: bool = True
+    start: int, length: int, heads: int, kv_heads: int, device: str = "cpu", mapped: bool = True, dim: int = 128
 ) -> tuple[torch.Tensor, KvLayer, Span, torch.Tensor]:
     """Queries between others, memory of which a layer among others is NaN but for the sequence, and a result of NaN.
 
     mapped: K and V of a head side by side, as mapped memory has them; otherwise all K, then all V.
     """
     total, base = start + length, 3
-    shape = (total + 40, 3, kv_heads, 2, 128) if mapped else (total + 40, 3, 2, kv_heads, 128)
+    shape = (total + 40, 3, kv_heads, 2, dim) if mapped else (total + 40, 3, 2, kv_heads, dim)
     memory = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
     payload = memory[:, 1].transpose(1, 2) if mapped else memory[:, 1]
-    payload[base : base + total] = torch.randn(total, 2, kv_heads, 128, device=device).bfloat16()
-    q = torch.full((length + 7, heads + 2, 128), torch.nan, dtype=torch.bfloat16, device=device)[:, :heads]
-    q[4 : 4 + length] = torch.randn(length, heads, 128, device=device).bfloat16() * 2
+    payload[base : base + total] = torch.randn(total, 2, kv_heads, dim, device=device).bfloat16()
+    q = torch.full((length + 7, heads + 2, dim), torch.nan, dtype=torch.bfloat16, device=device)[:, :heads]
+    q[4 : 4 + length] = torch.randn(length, heads, dim, device=device).bfloat16() * 2
     return q, KvLayer(payload, NO_QUANT, 16), Span(4, length, start, base, 0), torch.full_like(q, torch.nan)
 
 
@@ -102,7 +102,7 @@ def run_in_python(
 
     heads, group = q.shape[1], q.shape[1] // kv.kv_heads
     asked, results = (Described(each) for each in (q, out))
-    entries = torch.tensor(list_programs(spans, Heads(heads, kv.kv_heads, 128), programs))
+    entries = torch.tensor(list_programs(spans, Heads(heads, kv.kv_heads, kv.head_dim), programs))
     entries = torch.cat([entries, torch.zeros(2, ENTRY_FIELDS, dtype=torch.int64)])
     kept = q.clone()
     for program in random.sample(range(len(entries)), len(entries)):
@@ -111,7 +111,7 @@ def run_in_python(
             one_pass_prefill_hopper.one_pass_kernel, program, late, asked, results,
             Written(out, out.stride(0), out.stride(1)), one_pass_prefill.stored(kv),
             entries, heads, group, SCALE * math.log2(math.e), on_wait=lambda: q.copy_(kept),
-            TILE=OnePassTile(heads_of_a_tile(group), stages), EARLY=True,
+            TILE=OnePassTile(kv.head_dim, heads_of_a_tile(group), stages), EARLY=True,
         )  # fmt: skip
 
 
@@ -120,11 +120,11 @@ CASES = [(1, 1, 4, 1), (0, 65, 4, 4), (129, 64, 6, 1), (0, 128, 8, 2), (64, 200,
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_blocks_are_filled_read_and_written_in_order(case, late):
+@pytest.mark.parametrize(("case", "dim"), [*((case, 128) for case in CASES), (CASES[5], 64)], ids=str)
+def test_blocks_are_filled_read_and_written_in_order(case, dim, late):
     """Programs of several tiles, partial blocks and tiles, tiles whose last blocks some rows do not see at all."""
     for programs, stages in ((1, 2), (3, 3)):
-        q, kv, span, out = problem(*case, mapped=programs == 1)
+        q, kv, span, out = problem(*case, mapped=programs == 1, dim=dim)
         run_in_python(q, kv, [span], out, programs, stages, late)
         assert_right(out, q, kv, span)
 
@@ -152,13 +152,21 @@ def test_the_expectation_is_the_reference():
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"), [((32, 8), torch.bfloat16), ((40, 40), torch.bfloat16), ((28, 4), torch.float16)], ids=str
+    ("heads", "dtype", "dim"),
+    [
+        ((32, 8), torch.bfloat16, 128),
+        ((40, 40), torch.bfloat16, 128),
+        ((28, 4), torch.float16, 128),
+        ((14, 2), torch.bfloat16, 64),
+        ((32, 8), torch.float16, 64),
+    ],
+    ids=str,
 )
-def test_compiled_for_a_hopper(heads, dtype):
+def test_compiled_for_a_hopper(heads, dtype, dim):
     """Copies by the copy engine, products one behind the other, no registers in memory."""
     from bladellm_kernels import one_pass_prefill as module
 
-    q, kv, _, out = problem(300, 777, *heads)
+    q, kv, _, out = problem(300, 777, *heads, dim=dim)
     kv = replace(kv, payload=kv.payload.to(dtype))
     entries = torch.zeros(132, ENTRY_FIELDS, dtype=torch.int64)
     with compiled_launches() as compiled:
@@ -171,7 +179,8 @@ def test_compiled_for_a_hopper(heads, dtype):
     assert text.count("griddepcontrol.wait") == 1
     assert text.index("griddepcontrol.wait") < text.index("tensormap.replace"), "other kernels' memory is written"
     # A tile's first step, its masked and its other ones, and the last product of all, for each group.
-    assert len(re.findall(r"wgmma\.mma_async\S+m64n128k16", text)) == 2 * (3 * (8 + 8) + 8)
+    scores = 3 * dim // 16
+    assert len(re.findall(rf"wgmma\.mma_async\S+m64n{dim}k16", text)) == 2 * ((3 + 1) * 8 + scores * (dim == 128))
     assert text.count("cp.async.bulk.tensor.2d.shared::cluster.global") > 0
     assert text.count("cp.async.bulk.tensor.3d.shared::cluster.global") > 0
     assert text.count("cp.async.bulk.tensor.3d.global.shared::cta") > 0
@@ -190,7 +199,8 @@ class OnHopper(torch.Tensor):
         ("all keys, then all values", True),
         ("float16", True),
         ("float32", False),
-        ("heads of 64", False),
+        ("heads of 64", True),
+        ("heads of 96", False),
         ("quantized", False),
         ("paged", False),
         ("rows of odd strides", False),
@@ -202,7 +212,7 @@ class OnHopper(torch.Tensor):
 )
 def test_what_it_takes(case, taken, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 if "another" in case else 9, 0))
-    dtype, dim = getattr(torch, case, torch.bfloat16), 64 if "64" in case else 128
+    dtype, dim = getattr(torch, case, torch.bfloat16), next((each for each in (64, 96) if str(each) in case), 128)
     q, kv, _, _ = problem(5, 9, 4, 2, mapped="keys" not in case)
     q = torch.empty(9, 4, dim + ("odd" in case), dtype=dtype)
     q = q[..., 1:] if "place" in case else q[..., :dim]
@@ -212,6 +222,10 @@ def test_what_it_takes(case, taken, monkeypatch):
     out = torch.empty(9, 4, dim, dtype=dtype)
     kv = replace(kv, payload=kv.payload.as_subclass(OnHopper))
     assert one_pass_takes(q, kv, window, 14, out) is taken
+    # Of codes it is made numbers, wherever those lie.
+    codes = replace(kv, format=KV_FORMATS["int8"], paged=False)
+    assert one_pass_takes_numbers(q, codes, window, 14, out) is (taken or case in ("quantized", "paged"))
+    assert not one_pass_takes_numbers(q, replace(kv, format=NO_QUANT), window, 14, out)
 
 
 ON_GPU = [*CASES, (300, 777, 32, 8), (2048, 2048, 32, 8), (0, 3000, 40, 40), (2048, 2048, 28, 4), (77, 1000, 64, 1)]
@@ -219,12 +233,13 @@ ON_GPU = [*CASES, (300, 777, 32, 8), (2048, 2048, 32, 8), (0, 3000, 40, 40), (20
 
 @ON_HOPPER
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [128, 64])
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
-def test_on_a_gpu(case):
+def test_on_a_gpu(case, dim):
     from bladellm_kernels.one_pass_prefill import launch
 
     for mapped in (True, False):
-        q, kv, span, out = problem(*case, "cuda", mapped)
+        q, kv, span, out = problem(*case, "cuda", mapped, dim)
         assert one_pass_takes(q, kv, None, span.start + span.query_len, out)
         launch(q, kv, [span], SCALE, out)
         assert_right(out, q, kv, span)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 HEADS = Heads(32, 8, 128)
 INT8 = Heads(32, 8, 128, stored_bytes=1.0, in_place=False, quantized=True)
+NARROW, FEW = Heads(32, 8, 64), Heads(14, 2, 64)
 
 
 def step(*chunks: tuple[int, int]) -> tuple[Span, ...]:
@@ -69,6 +70,11 @@ def test_lengths_to_plan_for_are_few():
         (224, kernel_cost(HEADS, step((100, 0), (700, 300), (1200, 3000), (64, 9000)))),
         (508, cudnn_cost(HEADS, *step((2048, 8192)), True)),
         (1685, cudnn_cost(HEADS, *step((2048, 32768)), True)),
+        *((us, cudnn_cost(NARROW, *step(chunk), True)) for chunk, us in (((512, 0), 13), ((2048, 0), 61))),
+        *((us, cudnn_cost(NARROW, *step(chunk), True)) for chunk, us in (((8191, 0), 632), ((2048, 2048), 152))),
+        *((us, cudnn_cost(FEW, *step(chunk), True)) for chunk, us in (((8191, 0), 314), ((2048, 2048), 77))),
+        *((us, kernel_cost(FEW, step((n, 0)), True)) for n, us in ((512, 14), (1000, 20), (8191, 348))),
+        *((us, kernel_cost(heads, step((300, 777)), True)) for heads, us in ((NARROW, 22), (FEW, 21))),
     ],
 )
 def test_costs_are_those_measured_on_an_h200(measured, cost):
@@ -136,6 +142,17 @@ def test_codes_are_read_as_they_are_for_few_queries_only():
     routes = choose_routes(step((512, 300), (2, 9000), (100, 700)), INT8, False, False)
     assert [span.query_len for span in routes.dequantized] == [512, 100]
     assert [span.query_len for span in routes.stored] == [2]
+
+
+@pytest.mark.parametrize("dim", [128, 64])
+def test_numbers_in_one_pass_need_no_cudnn(dim):
+    """But for what is not made numbers at once; few queries still read codes."""
+    heads = Heads(32, 8, dim, stored_bytes=1.0, in_place=False, quantized=True)
+    held = SCRATCH_ELEMENTS // (2 * 8 * dim)
+    spans = step((8191, 0), (2048, held - 2048), (2048, held - 2047), (2, 9000))
+    assert choose_routes(spans, heads, True, False).cudnn == spans[:3]
+    routes = choose_routes(spans, heads, True, False, one_pass=True)
+    assert (routes.dequantized, routes.cudnn, routes.stored) == (spans[:2], spans[2:3], spans[3:])
 
 
 def test_a_window_makes_keys_cheap_to_dequantize():
