@@ -1,6 +1,8 @@
 """Prompts by attention in one pass, in captured steps and eager ones: log-probabilities as close to transformers' in
 float32 as those of other kernels."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +14,10 @@ from tests.kernels.test_one_pass_prefill import ON_HOPPER
 pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.timeout(300)]
 
 LENGTHS = (900, 33, 301, 1500, 2, 640)
-WAYS = {"one pass": {"cuda_graph_prefill_tokens": [256, 512]}, "other kernels": {"attn_cls": "paged"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "one pass": {"cuda_graph_prefill_tokens": [256, 512], "cuda_graph_batch_sizes": [1, 8]},
+    "other kernels": {"attn_cls": "paged", "disable_cuda_graph": True},
+}
 """Steps of more tokens than the largest captured one are eager."""
 
 
