@@ -1,7 +1,7 @@
 """Time a decode step's linear layers of 4- or 8-bit weights, and all between them, on a Hopper: apart and fused.
 
-    python kernels/benchmarks/fused_units.py [--tokens 1 8 16 32] [--bits 4] [--group 128] [--zeros] [--layers 32]
-        [--candidates wide=ring:64,16,4,4,2,2 small=stream:16,16,2,1,16 ...] [--no-search] [--not-early]
+    python kernels/benchmarks/fused_units.py [--tokens 1 8 16] [--bits 4] [--group 128] [--zeros] [--layers 32]
+        [--candidates wide=ring:64,16,2,4,2,1,1 small=stream:16,16,2,1,16 ...] [--no-search] [--not-early]
 
 Llama-3.1-8B's shape, no attention; the head in bfloat16. Each figure is a whole step in one CUDA graph: with norms,
 gates and the residual as kernels apart, fused by the default schedules, and, unless given --no-search, fused with one
@@ -39,20 +39,14 @@ CANDIDATES: dict[int, dict[Kind, str]] = {
     8: {
         "middle": "stream:16,16,2,1 stream:16,8,2,1,8,2 gemv:16,4,4,8,1,0,120",
         "small": "gemv:16,4,4 gemv:16,8,4,8,1,0,80 stream:16,8,2,1,8,2",
-        "wide": "stream:16,16,2,2 stream:16,8,2,1,8,2 ring:64,8,4,4,2,2 ring:64,8,4,4,2",
+        "wide": "stream:16,16,2,2 stream:16,8,2,1,8,2 ring:64,8,2,4,2,1,1",
         "long": "stream:16,16,2,1 gemv:32,8,1,8,1,2 stream:16,8,2,1,8,2",
     },
     16: {
-        "middle": "ring:64,16,4,4,2,2 ring:64,16,4,4,2 gemv:64,4,1,16,2,2",
-        "small": "ring:64,16,4,4,2,2 ring:64,16,4,4,2 gemv:64,4,1,16,2,2",
-        "wide": "ring:64,16,4,4,2 ring:64,16,4,2,4,2 ring:64,16,4,6,1,2 ring:128,16,8,2,2 stream:16,16,2,1,16",
-        "long": "ring:64,16,4,4,2,2 ring:64,16,4,6,2 stream:16,16,2,1,16",
-    },
-    32: {
-        "middle": "ring:64,32,4,4,2 ring:64,32,4,2,4,2 gemv:64,4,1,32,2,1",
-        "small": "ring:64,32,4,4,2,2 ring:64,32,4,4,2",
-        "wide": "ring:64,32,4,3,2 ring:64,32,4,5,1,2 ring:128,32,8,2,2",
-        "long": "ring:64,32,4,4,2 ring:64,32,4,2,4,2 gemv:64,4,1,32,2,1",
+        "middle": "ring:64,16,1,9,1,3,1 ring:64,16,1,8,1,4,1 gemv:64,4,1,16,2,2",
+        "small": "ring:64,16,1,9,1,3,1 ring:64,16,1,8,1,4,2 gemv:64,4,1,16,2,2",
+        "wide": "ring:64,16,2,8,1,1,1 ring:64,16,1,9,1,3,1 stream:16,16,2,1,16",
+        "long": "ring:64,16,1,8,1,4,2 stream:16,16,2,1,16",
     },
 }
 """By the largest number of tokens."""
@@ -224,7 +218,7 @@ def main() -> None:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
     parser.add_argument("--group", type=int, default=128, help="inputs that share a scale, 0 for a whole row")
     parser.add_argument("--zeros", action="store_true")

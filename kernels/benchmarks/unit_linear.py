@@ -9,8 +9,8 @@ is checked against float32 first, its output poisoned. The last table is a whole
 shape with its best schedule and with the default one, and the head in bfloat16.
 gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
 steps, tiles ahead[, tokens of a program, programs an SM]. many: rows, tokens,
-warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows. ring: outputs, tokens, warps,
-stages, steps of a tile[, programs an SM, tiles before the end at which the next kernel may start, 1 to fold].
+warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows. ring: outputs, tokens, groups
+beside each other, stages, steps of a tile[, groups by turns, programs of a block, 1 to fold].
 """
 
 import argparse
@@ -32,17 +32,15 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 READ_BYTES_PER_S = 4.63e12
 COLD_BYTES = 256 * 2**20
 CANDIDATES = {
-    8: "gemv:16,4,4 stream:16,16,2,2 stream:16,16,2,1 stream:16,8,2,2,8,2 ring:64,8,4,6,2 ring:64,8,4,6,2,2 "
-    "ring:128,8,8,4,2 ring:64,8,4,3,4,2 ring:128,8,4,4,2,2",
-    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 ring:128,16,8,4,2 ring:128,16,8,4,2,2 "
-    "ring:64,16,4,5,2,2 ring:128,16,4,4,2,2 ring:256,16,8,2,2 ring:64,16,4,2,4,2",
-    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 ring:128,32,8,3,2 ring:128,32,8,3,2,2 ring:256,32,8,2,2 "
-    "ring:256,32,8,4,2 ring:64,32,4,4,2,2 ring:128,32,4,3,2,2 ring:64,32,4,2,4,2 ring:128,32,8,3,4",
-    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 ring:128,64,8,2,2 ring:128,64,8,4,2 ring:128,64,8,4,1 "
-    "ring:256,64,8,3,1,1,0,1 ring:256,64,8,3,2,1,0,1 ring:64,64,4,4,1,2",
-    128: "many:128,64,8,4,2,128 ring:128,128,8,2,2 ring:128,128,8,4,1 ring:256,128,8,4,1,1,0,1 ring:128,64,8,4,2",
-    256: "many:128,64,8,4,2,128 many:256,128,8,3,1,128,1 ring:128,256,8,3,1,1,0,1 ring:256,128,8,4,1,1,0,1 "
-    "ring:128,128,8,4,1 ring:128,128,8,2,2",
+    8: "gemv:16,4,4 stream:16,16,2,2 stream:16,16,2,1 stream:16,8,2,2,8,2 ring:64,8,1,9,1,3,2 ring:64,8,4,4,2,1,1",
+    16: "gemv:64,4,1,16,2,2 many:128,16,4,4,4,128 stream:16,16,2,1,16 ring:64,16,1,9,1,3,2 ring:64,16,1,8,1,4,2 "
+    "ring:64,16,2,8,1,2,4 ring:64,16,4,4,2,1,1 ring:128,16,2,4,2,1,1",
+    32: "gemv:64,4,1,32,2,1 many:128,32,8,4,2,128 ring:64,32,1,9,1,3,2 ring:64,32,1,8,1,4,2 ring:64,32,2,8,1,2,4 "
+    "ring:64,32,4,4,2,1,1 ring:64,32,4,8,1,1,1 ring:128,32,2,4,2,1,1",
+    64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 ring:64,64,1,6,1,3,2 ring:64,64,1,6,1,3,1 ring:64,64,4,6,1,1,1 "
+    "ring:128,64,2,3,2,1,1",
+    128: "many:128,64,8,4,2,128 ring:64,64,1,6,1,3,1 ring:64,128,2,2,1",
+    256: "many:128,64,8,4,2,128 many:256,128,8,3,1,128,1 ring:64,128,2,2,1",
 }
 """Schedules by the largest number of tokens they are meant for."""
 
@@ -92,7 +90,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def default_schedule(tokens: int, shape: Shape) -> Schedule:
-    return unit_schedule(tokens, *SHAPES[shape.name])
+    return unit_schedule(tokens, *SHAPES[shape.name], fine=shape.layers[0].group_steps < 0)
 
 
 def schedules(tokens: int, shape: Shape, given: list[str]) -> list[Schedule]:

@@ -5,9 +5,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-UNROLLED = 16384
-"""Partial sums that are asked for at once: 128 registers of each of 128 threads."""
-
 
 class Tile(NamedTuple):
     """What the kernel is compiled for. rows: of x; outputs, inputs: of the weight; stages: tiles in the ring.
@@ -15,6 +12,7 @@ class Tile(NamedTuple):
     parts: 2 where the weight is a gate-up projection, of which a stage has a tile each. late: with how many tiles to go
     the next kernel may start, 0 for at once. prefetch: columns of the weight behind the ring's that are asked into the
     L2 cache before the inputs are ready. squares: of a norm in front, most partial sums a row has, a power of two.
+    unrolled: partial sums that are asked for at once, 128 registers of each of 128 threads.
     """
 
     rows: int
@@ -26,6 +24,7 @@ class Tile(NamedTuple):
     late: int = 0
     prefetch: int = 0
     squares: int = 0
+    unrolled: int = 16384
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -90,9 +89,9 @@ def _numbers(TILE: gl.constexpr) -> gl.tensor:
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def together(segments: int, size: int) -> int:
+def together(segments: int, size: int, unrolled: int) -> int:
     """Of how many segments of `size` sums all are asked for before the first one is added."""
-    return max(1, min(segments, UNROLLED // size))
+    return max(1, min(segments, unrolled // size))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -106,7 +105,7 @@ def _added_segments(
     """Sums of all segments, in their order; read past the L1 cache, which does not see what others write."""
     PARTS: gl.constexpr = TILE.parts
     SIZE: gl.constexpr = TILE.outputs * TILE.rows
-    TOGETHER: gl.constexpr = together(SEGMENTS, SIZE * PARTS)
+    TOGETHER: gl.constexpr = together(SEGMENTS, SIZE * PARTS, TILE.unrolled)
     added = zeros(TILE)
     for first in range(0, segments, TOGETHER):
         for index in gl.static_range(TOGETHER):

@@ -6,7 +6,7 @@ from bladellm_kernels.delayed_norm import DelayedNorm, check_norm_weight
 from bladellm_kernels.linear_launch import NextNorm
 from bladellm_kernels.unit_call import UnitCall
 from bladellm_kernels.unit_launch import launch_units, norm_parts
-from bladellm_kernels.unit_schedules import NormSchedule, norm_schedule
+from bladellm_kernels.unit_schedules import NORM_SCHEDULES, NormSchedule, norm_schedule
 from bladellm_kernels.weight_units import UnitWeight
 
 
@@ -65,5 +65,6 @@ def unit_linear_add(
 def _schedule(tokens: int, weight: UnitWeight, gated: bool) -> NormSchedule:
     chosen = unit_norm_schedule(tokens, weight, gated)
     if chosen is None:
-        raise ValueError(f"layers with norms take up to 32 tokens and whole tiles of gates, got {tokens}")
+        most = max(NORM_SCHEDULES)
+        raise ValueError(f"layers with norms take up to {most} tokens and whole tiles of gates, got {tokens}")
     return chosen

@@ -12,17 +12,23 @@ TILE_ROWS = gl.constexpr(64)
 
 
 class UnitTile(NamedTuple):
-    """`linear_sums_hopper.Tile`, of some steps along K. rows: tokens; outputs: of each part."""
+    """`linear_sums_hopper.Tile` of a group of four warps, of some steps along K. rows: tokens; outputs: of each part.
+
+    A program has wide · deep groups: `wide` of them beside each other along the outputs, which share the inputs of a
+    tile, and `deep` that take the tiles of the same outputs by turns. unrolled: as there, for so many groups.
+    """
 
     rows: int
     outputs: int
     inputs: int
     stages: int
-    warps: int
+    wide: int
+    deep: int
     parts: int
-    late: int
     steps: int
-    squares: int = 0
+    squares: int
+    unrolled: int
+    warps: int = 4
 
 
 class Factors(NamedTuple):
@@ -100,17 +106,17 @@ def _group(step: gl.tensor, index: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
 def prefetch_factors(
     weight: gl.tuple, begin: gl.tensor, end: gl.tensor, length: gl.tensor, SHAPE: gl.constexpr, TILE: gl.constexpr
 ) -> None:
-    """Ask for those of the first tiles from `begin` on, as many as a program has threads for."""
-    TILES: gl.constexpr = TILE.parts * TILE.outputs // TILE_ROWS
+    """Ask for those of the first tiles from `begin` on, as many as the first group of warps has threads for."""
+    TILES: gl.constexpr = TILE.wide * TILE.parts * TILE.outputs // TILE_ROWS
     STEPS: gl.constexpr = TILE.steps
     GROUPS: gl.constexpr = SHAPE.groups_per_step
     thread = gl.arange(0, 32 * TILE.warps, layout=gl.BlockedLayout([1], [32], [TILE.warps], [0]))
     each = gl.minimum(begin + thread // (TILES * STEPS * GROUPS), end - 1)
     step = gl.minimum(each % length * STEPS + thread // TILES % STEPS, weight.steps - 1)
-    row = thread % TILES * TILE_ROWS
-    place = (
-        _places(weight, each // length, row, TILE) + _group(step, thread // (TILES * STEPS) % GROUPS, SHAPE) * TILE_ROWS
-    )
+    tile = thread % TILES
+    block = each // length * TILE.wide + tile // (TILE.parts * TILE.outputs // TILE_ROWS)
+    row = tile % (TILE.parts * TILE.outputs // TILE_ROWS) * TILE_ROWS
+    place = _places(weight, block, row, TILE) + _group(step, thread // (TILES * STEPS) % GROUPS, SHAPE) * TILE_ROWS
     prefetch_lines(weight.scales + place)
     if SHAPE.has_zeros:
         prefetch_lines(weight.zeros + place)

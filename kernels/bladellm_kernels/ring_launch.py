@@ -13,8 +13,11 @@ from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.ring_factors_hopper import UnitTile
 from bladellm_kernels.ring_units_hopper import ring_units_kernel
 from bladellm_kernels.unit_call import UnitCall
-from bladellm_kernels.unit_schedules import Ring
+from bladellm_kernels.unit_schedules import Ring, ring_programs
 from bladellm_kernels.weight_units import STEP_UNITS, TILE_ROWS, UnitWeight
+
+UNROLLED = {2: 16384, 3: 4096, 4: 4096}
+"""Partial sums asked for at once by the groups of a program: with more of them each has fewer registers."""
 
 
 def launch_ring(call: UnitCall, schedule: Ring) -> None:
@@ -22,23 +25,26 @@ def launch_ring(call: UnitCall, schedule: Ring) -> None:
     no whole tiles of the weight."""
     weight, device, shape = call.weight, call.x.device, call.shape(1)
     tile = UnitTile(
-        schedule.tokens, schedule.outputs, schedule.steps * shape.step, schedule.stages, schedule.warps, call.parts,
-        schedule.late, schedule.steps, call.squares,
+        schedule.tokens, schedule.outputs, schedule.steps * shape.step, schedule.stages, schedule.wide, schedule.deep,
+        call.parts, schedule.steps, call.squares, UNROLLED[schedule.wide * schedule.deep],
     )  # fmt: skip
-    blocks, token_tiles = triton.cdiv(call.outputs, tile.outputs), triton.cdiv(call.tokens, tile.rows)
-    if blocks * token_tiles > len(weight.arrived) or (token_tiles > 1 and not call.alone):
+    blocks, token_tiles = triton.cdiv(call.outputs, tile.wide * tile.outputs), triton.cdiv(call.tokens, tile.rows)
+    if blocks * tile.wide * token_tiles > len(weight.arrived) or (token_tiles > 1 and not call.alone):
         raise ValueError(f"{schedule} is for fewer tokens, got {call.tokens}")
+    if schedule.stages % schedule.deep:
+        # A stage whose tiles another group has read may be a phase behind the one that is waited for.
+        raise ValueError(f"stages must be a multiple of deep, got {schedule}")
     if call.parts > 1 and call.outputs % TILE_ROWS:
         raise ValueError(f"parts must be whole tiles of {TILE_ROWS} outputs, got {call.outputs}")
     length = triton.cdiv(weight.steps, schedule.steps)
     total = blocks * length
-    programs = min(max(1, multiprocessors(device) * schedule.programs_per_sm // token_tiles), total)
-    room = 2 * programs * token_tiles * tile.parts * tile.outputs * tile.rows if programs != blocks else 0
+    programs = ring_programs(schedule, blocks, length, max(1, multiprocessors(device) // token_tiles))
+    room = 2 * programs * token_tiles * tile.wide * tile.parts * tile.outputs * tile.rows if programs != blocks else 0
     ring_units_kernel[(programs, token_tiles)](
         described(_readable(call.x), tile.rows, tile.inputs), _described_units(weight, tile), call.arguments, call.bias,
         call.residual, call.out, *norm_arguments(call), call.x.new_empty(room, dtype=torch.float32), weight.arrived,
         call.tokens, call.outputs, weight.columns, *call.strides[2:], SHAPE=shape, TILE=tile,
-        SEGMENTS=most_segments(length, total, programs), FOLD=schedule.fold, num_warps=schedule.warps,
+        SEGMENTS=most_segments(length, total, programs), FOLD=schedule.fold, num_warps=tile.warps,
         **early_launch(device),
     )  # fmt: skip
 

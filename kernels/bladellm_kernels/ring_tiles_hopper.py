@@ -4,18 +4,20 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 TILE_ROWS = gl.constexpr(64)
 UNITS = gl.constexpr(32)
 
 
 class Ring(NamedTuple):
-    """Of every stage the units and the inputs of a tile, and a barrier that says that they are here."""
+    """Of every stage the units of each group of warps and the inputs of a tile, a barrier that says that they are here
+    (`full`), and one that says that they have been read (`empty`)."""
 
     units: gl.shared_memory_descriptor
     numbers: gl.shared_memory_descriptor
-    barriers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
 class Source(NamedTuple):
@@ -39,32 +41,57 @@ class Cursor(NamedTuple):
 def new_ring(dtype: gl.constexpr, TILE: gl.constexpr) -> Ring:
     STAGES: gl.constexpr = TILE.stages
     TILES: gl.constexpr = TILE.outputs // TILE_ROWS
+    WIDE: gl.constexpr = TILE.wide
     LENGTH: gl.constexpr = TILE.steps * TILE_ROWS
     INPUTS: gl.constexpr = TILE.inputs
     ROWS: gl.constexpr = TILE.rows
     PARTS: gl.constexpr = TILE.parts
     UNITS_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PARTS, TILES, LENGTH, UNITS], gl.int16)
     X_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, INPUTS], dtype)
-    units = gl.allocate_shared_memory(gl.int16, [STAGES, PARTS, TILES, LENGTH, UNITS], UNITS_SHARED)
+    units = gl.allocate_shared_memory(gl.int16, [STAGES * WIDE, PARTS, TILES, LENGTH, UNITS], UNITS_SHARED)
     numbers = gl.allocate_shared_memory(dtype, [STAGES, ROWS, INPUTS], X_SHARED)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
-    # The copy engine sees the barriers.
-    fence_async_shared()
-    gl.thread_barrier()
-    return Ring(units, numbers, barriers)
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=TILE.wide)
+    return Ring(units, numbers, full, empty)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def new_meetings(TILE: gl.constexpr) -> gl.tuple:
+    """Where groups that take tiles by turns leave their sums for the first of them, float32 [outputs of all parts,
+    rows] each, and barriers that say that they all have, and that it has read them; nothing where none take turns."""
+    found: gl.tuple = ()
+    OTHERS: gl.constexpr = TILE.deep - 1
+    if OTHERS > 0:
+        OUTPUTS: gl.constexpr = TILE.parts * TILE.outputs
+        ROWS: gl.constexpr = TILE.rows
+        WIDE: gl.constexpr = TILE.wide
+        SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        sums = gl.allocate_shared_memory(gl.float32, [WIDE * OTHERS, OUTPUTS, ROWS], SHARED)
+        full = gl.allocate_shared_memory(gl.int64, [WIDE, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [WIDE, 1], mbarrier.MBarrierLayout())
+        for each in gl.static_range(WIDE):
+            mbarrier.init(full.index(each), count=OTHERS)
+            mbarrier.init(empty.index(each), count=1)
+        found += (sums, full, empty)
+    return found
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def fetch_units(source: gl.tuple, ring: gl.tuple, stage: gl.tensor, cursor: gl.tuple, TILE: gl.constexpr) -> Cursor:
     """Start to copy the units of a tile, where one is left, and return the next; its barrier expects inputs too."""
-    BYTES: gl.constexpr = 2 * TILE.inputs * TILE.rows + 2 * TILE.parts * TILE.outputs * TILE.steps * UNITS
+    WIDE: gl.constexpr = TILE.wide
+    BYTES: gl.constexpr = 2 * TILE.inputs * TILE.rows + 2 * TILE.parts * WIDE * TILE.outputs * TILE.steps * UNITS
     inside = cursor.left > 0
-    place = [0, cursor.block * (TILE.outputs // TILE_ROWS), cursor.place * (TILE.steps * TILE_ROWS), 0]
-    barrier = ring.barriers.index(stage)
+    barrier = ring.full.index(stage)
     mbarrier.expect(barrier, BYTES, pred=inside)
-    tma.async_copy_global_to_shared(source.codes, place, barrier, ring.units.index(stage), pred=inside)
+    for group in gl.static_range(WIDE):
+        tile = (cursor.block * WIDE + group) * (TILE.outputs // TILE_ROWS)
+        place = [0, tile, cursor.place * (TILE.steps * TILE_ROWS), 0]
+        buffer = ring.units.index(stage * WIDE + group)
+        tma.async_copy_global_to_shared(source.codes, place, barrier, buffer, pred=inside)
     following: Cursor = _next(cursor, source.length)
     return following
 
@@ -74,9 +101,25 @@ def fetch_x(source: gl.tuple, ring: gl.tuple, stage: gl.tensor, cursor: gl.tuple
     """Start to copy the inputs of a tile, where one is left, and return the next."""
     place = [source.token, cursor.place * TILE.inputs]
     buffer = ring.numbers.index(stage)
-    tma.async_copy_global_to_shared(source.x, place, ring.barriers.index(stage), buffer, pred=cursor.left > 0)
+    tma.async_copy_global_to_shared(source.x, place, ring.full.index(stage), buffer, pred=cursor.left > 0)
     following: Cursor = _next(cursor, source.length)
     return following
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def fill_ring(source: gl.tuple, ring: gl.tuple, units: gl.tuple, numbers: gl.tuple, TILE: gl.constexpr) -> None:
+    """Fetch the inputs of the first tiles, whose units are on their way, and others as soon as there is room."""
+    STAGES: gl.constexpr = TILE.stages
+    for stage in gl.static_range(STAGES):
+        numbers = fetch_x(source, ring, stage, numbers, TILE)
+    stage = 0
+    turn = 0
+    while units.left > 0:
+        mbarrier.wait(ring.empty.index(stage), turn)
+        units = fetch_units(source, ring, stage, units, TILE)
+        numbers = fetch_x(source, ring, stage, numbers, TILE)
+        turn ^= stage == STAGES - 1
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -1,51 +1,53 @@
 """The linear layer of a `UnitWeight` for Hopper: codes come by the copy engine and become tensor-core operands.
 
-As in `linear_hopper`, a program fills a ring of tiles in shared memory before its inputs are ready, the product is
-transposed and its tiles divided evenly among the programs. The left operand is the weight, in registers: matrices of
-units are read from shared memory in the order in which a product wants them, and turned into numbers there; the right
-operand is x as it lies in memory.
+A program is some groups of four warps, which multiply, and a warp that keeps a ring of tiles in shared memory full, the
+first of them before the inputs are ready. Groups lie beside each other along the outputs, where they share the inputs
+of a tile, or take the tiles of the same outputs by turns, and add up their sums at the end; none waits for the others
+in between, so that one turns codes into numbers while the products of another run. The product is transposed: the left
+operand is the weight, in registers: matrices of units are read from shared memory in the order in which a product wants
+them, and turned into numbers there; the right operand is x as it lies in memory. Tiles are divided among the programs
+as in `linear_hopper`.
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 from bladellm_kernels.linear_division_hopper import Division, block_segments, tiles_of
-from bladellm_kernels.linear_outputs_hopper import Outputs, finish, norm_weight_of, residual_of_few_rows, row_factors
+from bladellm_kernels.linear_outputs_hopper import (
+    NormInFront,
+    Outputs,
+    finish,
+    norm_weight_of,
+    residual_of_few_rows,
+    row_factors,
+)
 from bladellm_kernels.linear_sums_hopper import join_segments, sums_layout
-from bladellm_kernels.ring_factors_hopper import UnitTile, block_factors, load_factors, prefetch_factors
-from bladellm_kernels.ring_tiles_hopper import TILE_ROWS, UNITS, Cursor, Source, fetch_units, fetch_x, new_ring
-from bladellm_kernels.weight_units_triton import unit_parts
+from bladellm_kernels.ring_factors_hopper import block_factors, load_factors, prefetch_factors
+from bladellm_kernels.ring_products_hopper import add_products, no_sums
+from bladellm_kernels.ring_tiles_hopper import Cursor, Source, fetch_units, fill_ring, new_meetings, new_ring
+from bladellm_kernels.weight_units_triton import WeightArguments
 
 
-class Place(NamedTuple):
-    """The stage that is read next and the parity of the ring's turn, and the tiles that are copied next."""
+class Tiles(NamedTuple):
+    """Tiles [first, stop) of a program, all of one block, of which the first one is `along` tiles along K."""
 
-    stage: gl.tensor
-    turn: gl.tensor
-    units: Cursor
-    numbers: Cursor
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def units_layout(tile: UnitTile) -> gl.DistributedLinearLayout:
-    """Of the units of a step, [parts, tiles, 64, 32], in registers: as a product's left operand [outputs of all parts,
-    32] lies."""
-    outputs = tile.outputs
-    rows = [[bit // outputs, bit % outputs // 64, bit % 64, 0] for bit in _doublings(16, tile.parts * outputs)]
-    in_warps = tile.warps.bit_length() - 1
-    registers = [[0, 0, 0, 1], [0, 0, 8, 0], [0, 0, 0, 8], [0, 0, 0, 16], *rows[in_warps:]]
-    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    shape = [tile.parts, outputs // 64, 64, 32]
-    return gl.DistributedLinearLayout(registers, lanes, rows[:in_warps], [], shape)
+    first: gl.tensor
+    stop: gl.tensor
+    along: gl.tensor
 
 
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def _doublings(first: int, end: int) -> list[int]:
-    return [1 << bit for bit in range(first.bit_length() - 1, end.bit_length() - 1)]
+class Share(NamedTuple):
+    """Tiles [begin, end) of a program; partial: where it leaves sums; counters: of the blocks of 64 or 128 outputs."""
+
+    work: Division
+    begin: gl.tensor
+    end: gl.tensor
+    partial: gl.tensor
+    counters: gl.tensor
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
@@ -72,77 +74,175 @@ def ring_units_kernel(
     EARLY: gl.constexpr,
 ) -> None:
     """Program (p, j) takes tiles [p · T / P, (p + 1) · T / P) of T, counted along K and then along the outputs, for
-    tokens [TILE.rows · j, TILE.rows · (j + 1)). A tile is TILE.inputs long, some steps.
+    tokens [TILE.rows · j, TILE.rows · (j + 1)). A tile is TILE.inputs long, some steps, and of the outputs of TILE.wide
+    groups.
 
     x: [tokens, columns]. codes: int16 [parts, tiles of a part, steps · 64, 32]. front, behind: a `NormInFront` and a
     `NormBehind`, or None; with them or a residual there is one j. partial: float32, two slots of a tile's sums a
-    program; arrived: int32, zeros, one of every j and block of outputs. FOLD: scales are multiplied into the codes and
-    rounded to x's type.
+    program; arrived: int32, zeros, one of every j and block of a group's outputs. FOLD: scales are multiplied into the
+    codes and rounded to x's type.
     """
-    let_next_start(EARLY and TILE.late == 0)
+    let_next_start(EARLY)
     length = gl.cdiv(weight.steps, TILE.inputs // SHAPE.step)
-    blocks = gl.cdiv(outputs, TILE.outputs)
-    work = Division(gl.num_programs(0), blocks * length, length)
-    begin, end = tiles_of(gl.program_id(0), work)
+    blocks = gl.cdiv(outputs, TILE.wide * TILE.outputs)
+    share = _share(Division(gl.num_programs(0), blocks * length, length), partial, arrived, blocks, TILE)
+    begin, end = share.begin, share.end
     first_token = gl.program_id(1) * TILE.rows
     source = Source(x, first_token, codes, length)
-    ring = new_ring(y.dtype.element_ty, TILE)
+    ring, meetings = new_ring(y.dtype.element_ty, TILE), new_meetings(TILE)
+    # The copy engine sees the barriers.
+    fence_async_shared()
+    gl.thread_barrier()
     STAGES: gl.constexpr = TILE.stages
-    units = Cursor(begin // length, begin % length, end - begin)
+    first = Cursor(begin // length, begin % length, end - begin)
+    units = first
     for stage in gl.static_range(STAGES):
         units = fetch_units(source, ring, stage, units, TILE)
     prefetch_factors(weight, begin, end, length, SHAPE, TILE)
     wait_for_inputs(EARLY)
-    numbers = Cursor(begin // length, begin % length, end - begin)
-    for stage in gl.static_range(STAGES):
-        numbers = fetch_x(source, ring, stage, numbers, TILE)
-    partial += gl.program_id(1).to(gl.int64) * gl.num_programs(0) * (2 * TILE.parts * TILE.outputs * TILE.rows)
     y += first_token.to(gl.int64) * y_stride
-    outs = Outputs(y, tokens - first_token, outputs, y_stride, residual_stride, residual, bias, behind)
-    counters = arrived + gl.program_id(1) * blocks
-    place = Place(0, 0, units, numbers)
-    factors = row_factors(front, tokens, columns, TILE)
-    _take_blocks(
-        weight, source, ring, place, factors, outs, work, begin, end, partial, counters, SHAPE, TILE, SEGMENTS, FOLD,
-        EARLY,
+    if front is not None:
+        front = NormInFront(front.squares, gl.to_tensor(front.parts), front.eps)
+    outs = Outputs(
+        y, tokens - first_token, gl.to_tensor(outputs), gl.to_tensor(y_stride), gl.to_tensor(residual_stride), residual,
+        bias, behind,
     )  # fmt: skip
+    given = _as_tensors(weight), ring, meetings, front, outs, share, gl.to_tensor(columns)
+    _start_groups(given, (source, ring, units, first), SHAPE, TILE, SEGMENTS, FOLD)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _take_blocks(
-    weight: gl.tuple,
-    source: gl.tuple,
-    ring: gl.tuple,
-    place: gl.tuple,
-    factors: gl.tuple,
-    outs: gl.tuple,
+def _share(work: gl.tuple, partial: gl.tensor, arrived: gl.tensor, blocks: gl.tensor, TILE: gl.constexpr) -> Share:
+    """Of this program."""
+    SLOTS: gl.constexpr = 2 * TILE.wide * TILE.parts * TILE.outputs * TILE.rows
+    begin, end = tiles_of(gl.program_id(0), work)
+    partial += gl.program_id(1).to(gl.int64) * gl.num_programs(0) * SLOTS
+    return Share(work, begin, end, partial, arrived + gl.program_id(1) * blocks * TILE.wide)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _as_tensors(weight: gl.tuple) -> WeightArguments:
+    """With numbers as tensors: a 1 is known to the compiler, which loses it among what groups of warps are given."""
+    tiles, steps, groups = gl.to_tensor(weight.tiles), gl.to_tensor(weight.steps), gl.to_tensor(weight.groups)
+    return WeightArguments(weight.codes, weight.scales, weight.zeros, tiles, steps, groups)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _start_groups(
     work: gl.tuple,
-    tile: gl.tensor,
-    end: gl.tensor,
-    partial: gl.tensor,
-    counters: gl.tensor,
+    fetched: gl.tuple,
     SHAPE: gl.constexpr,
     TILE: gl.constexpr,
     SEGMENTS: gl.constexpr,
     FOLD: gl.constexpr,
-    EARLY: gl.constexpr,
 ) -> None:
-    """All tiles of a program, of the first of which the ring's are on their way."""
-    late = gl.maximum(end - TILE.late, tile)
-    while tile < end:
-        block = tile // work.length
-        stop = gl.minimum((block + 1) * work.length, end)
+    """Groups of warps that multiply, and the warp that fetches for them; registers are dealt out to them anew."""
+    if TILE.wide * TILE.deep == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_fetch, (fetched, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    elif TILE.wide * TILE.deep == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_fetch, (fetched, TILE)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_multiply, (3, work, SHAPE, TILE, SEGMENTS, FOLD)),
+                (_fetch, (fetched, TILE)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch(fetched: gl.tuple, TILE: gl.constexpr) -> None:
+    source, ring, units, numbers = fetched
+    fill_ring(source, ring, units, numbers, TILE)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _multiply(
+    group: gl.constexpr,
+    given: gl.tuple,
+    SHAPE: gl.constexpr,
+    TILE: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    FOLD: gl.constexpr,
+) -> None:
+    """A group's outputs of a program's tiles, or of those whose turn is its own."""
+    weight, ring, meetings, front, outs, share, columns = given
+    work = share.work
+    PLACE: gl.constexpr = group % TILE.wide
+    TURN: gl.constexpr = group // TILE.wide
+    SLOTS: gl.constexpr = 2 * TILE.parts * TILE.outputs * TILE.rows
+    partial = share.partial + PLACE * gl.num_programs(0) * SLOTS
+    factors = row_factors(front, outs.rows, columns, TILE)
+    tile = share.begin
+    met = 0
+    while tile < share.end:
+        shared_block = tile // work.length
+        stop = gl.minimum((shared_block + 1) * work.length, share.end)
+        block = shared_block * TILE.wide + PLACE
         # Here, while tiles are on their way, and not behind the last one.
-        lowest, segments = block_segments(block, work)
-        sums, place = _multiply_block(weight, source, ring, place, block, tile, stop, late, SHAPE, FOLD, EARLY, TILE)
-        asked, norm_weight = residual_of_few_rows(outs, block, TILE), norm_weight_of(outs, block, TILE)
-        added = _by_parts(sums, TILE)
-        last = True
-        if SEGMENTS > 1:
-            added, last = join_segments(added, partial, counters + block, lowest, segments, SEGMENTS, TILE)
-        if last:
-            finish(added, factors, asked, norm_weight, outs, block, TILE)
+        lowest, segments = block_segments(shared_block, work)
+        tiles = Tiles(tile - share.begin, stop - share.begin, tile - shared_block * work.length)
+        sums = _multiply_block(weight, ring, block, tiles, PLACE, TURN, SHAPE, FOLD, TILE)
+        if TILE.deep > 1:
+            sums = _meet(sums, meetings, met, PLACE, TURN, TILE)
+        if TURN == 0:
+            asked, norm_weight = residual_of_few_rows(outs, block, TILE), norm_weight_of(outs, block, TILE)
+            added = _by_parts(sums, TILE)
+            last = True
+            if SEGMENTS > 1:
+                added, last = join_segments(added, partial, share.counters + block, lowest, segments, SEGMENTS, TILE)
+            # The last tiles may be of fewer outputs than all groups have.
+            if last and block * TILE.outputs < outs.outputs:
+                finish(added, factors, asked, norm_weight, outs, block, TILE)
+        met += 1
         tile = stop
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _meet(
+    sums: gl.tensor,
+    meetings: gl.tuple,
+    met: gl.tensor,
+    place: gl.constexpr,
+    turn: gl.constexpr,
+    TILE: gl.constexpr,
+) -> gl.tensor:
+    """The sums of all groups that take turns, for the first of them; the others' are as they were."""
+    left, full, empty = meetings
+    OTHERS: gl.constexpr = TILE.deep - 1
+    if turn > 0:
+        # The first time waits for the phase before the first one, which has ended.
+        mbarrier.wait(empty.index(place), (met + 1) & 1)
+        left.index(place * OTHERS + turn - 1).store(sums)
+        mbarrier.arrive(full.index(place))
+    else:
+        mbarrier.wait(full.index(place), met & 1)
+        for other in gl.static_range(OTHERS):
+            sums += left.index(place * OTHERS + other).load(sums_layout(TILE))
+        mbarrier.arrive(empty.index(place))
+    return sums
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -162,150 +262,33 @@ def _by_parts(sums: gl.tensor, TILE: gl.constexpr) -> gl.tuple:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _no_sums(TILE: gl.constexpr) -> gl.tensor:
-    """The sums of nothing, float32 [outputs of all parts, tokens]."""
-    OUTPUTS: gl.constexpr = TILE.parts * TILE.outputs
-    ROWS: gl.constexpr = TILE.rows
-    return gl.zeros((OUTPUTS, ROWS), gl.float32, sums_layout(TILE))
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _multiply_block(
     weight: gl.tuple,
-    source: gl.tuple,
     ring: gl.tuple,
-    place: gl.tuple,
     block: gl.tensor,
-    tile: gl.tensor,
-    stop: gl.tensor,
-    late: gl.tensor,
+    tiles: gl.tuple,
+    place: gl.constexpr,
+    turn: gl.constexpr,
     SHAPE: gl.constexpr,
     FOLD: gl.constexpr,
-    EARLY: gl.constexpr,
     TILE: gl.constexpr,
-) -> gl.tuple:
-    """The sums of tiles [tile, stop) of a block of outputs, and the place in the ring behind them. late: the tile with
-    which the next kernel may start."""
+) -> gl.tensor:
+    """The sums of a group's tiles of a block of outputs."""
+    DEEP: gl.constexpr = TILE.deep
     STAGES: gl.constexpr = TILE.stages
-    stage, turn, units, numbers = place
-    first = tile - block * source.length
+    first, stop, along = tiles
+    mine = first + (turn + DEEP - first % DEEP) % DEEP
     factors = block_factors(weight, block, SHAPE, FOLD, TILE)
-    loaded = load_factors(factors, weight.steps, first, SHAPE, TILE)
-    sums = _no_sums(TILE)
-    for each in range(tile, stop):
-        if EARLY and TILE.late > 0 and each == late:
-            let_next_start(True)
-        after = gl.minimum(each + 1, stop - 1) - block * source.length
-        later = load_factors(factors, weight.steps, after, SHAPE, TILE)
-        sums = _add_products(sums, ring, stage, turn, loaded, SHAPE, FOLD, TILE)
+    # Where none is the group's, those of another tile are loaded, which lies inside the weight, too.
+    loaded = load_factors(factors, weight.steps, gl.minimum(mine, stop - 1) - first + along, SHAPE, TILE)
+    sums = no_sums(TILE)
+    for each in range(mine, stop, DEEP):
+        later = load_factors(factors, weight.steps, gl.minimum(each + DEEP, stop - 1) - first + along, SHAPE, TILE)
+        stage = each % STAGES
+        mbarrier.wait(ring.full.index(stage), each // STAGES & 1)
+        sums = add_products(sums, ring, stage, place, loaded, SHAPE, FOLD, TILE)
+        mbarrier.arrive(ring.empty.index(stage))
         loaded = later
-        # All warps have read the stage that is filled again.
-        gl.thread_barrier()
-        units = fetch_units(source, ring, stage, units, TILE)
-        numbers = fetch_x(source, ring, stage, numbers, TILE)
-        turn ^= stage == STAGES - 1
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     if SHAPE.group_steps == 0:
         sums *= loaded[0][0].to(gl.float32)[:, None]
-    return sums, Place(stage, turn, units, numbers)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _add_products(
-    sums: gl.tensor,
-    ring: gl.tuple,
-    stage: gl.tensor,
-    turn: gl.tensor,
-    factors: gl.tuple,
-    SHAPE: gl.constexpr,
-    FOLD: gl.constexpr,
-    TILE: gl.constexpr,
-) -> gl.tensor:
-    """Sums plus the product of a stage, as soon as its tile is here, in the ring's turn of that parity; scaled unless
-    the weight has one group. factors: scales and zero points of each group of each step."""
-    mbarrier.wait(ring.barriers.index(stage), turn)
-    if FOLD or SHAPE.group_steps == 0:
-        STEPS: gl.constexpr = TILE.steps
-        for step in gl.static_range(STEPS):
-            parts = _operands(ring, stage, step, factors, SHAPE, FOLD, TILE)
-            columns = ring.numbers.index(stage).slice(step * SHAPE.step, SHAPE.step, 1)
-            sums = _add_parts(sums, parts, columns, True)
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    else:
-        sums = _add_groups(sums, ring, stage, factors, SHAPE, TILE)
     return sums
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _add_groups(
-    sums: gl.tensor, ring: gl.tuple, stage: gl.tensor, factors: gl.tuple, SHAPE: gl.constexpr, TILE: gl.constexpr
-) -> gl.tensor:
-    """Sums plus the products of each group of a stage times its scale, each waited for behind the next operands."""
-    STEPS: gl.constexpr = TILE.steps
-    GROUPS: gl.constexpr = SHAPE.groups_per_step
-    SIZE: gl.constexpr = SHAPE.group_parts
-    product = _no_sums(TILE)
-    for step in gl.static_range(STEPS):
-        parts = _operands(ring, stage, step, factors, SHAPE, False, TILE)
-        for group in gl.static_range(GROUPS):
-            if step * GROUPS + group > 0:
-                sums = _add_scaled(sums, product, factors[0][step * GROUPS + group - 1])
-            columns = ring.numbers.index(stage).slice(step * SHAPE.step + group * SIZE * UNITS, SIZE * UNITS, 1)
-            product = _add_parts(_no_sums(TILE), parts[group * SIZE : (group + 1) * SIZE], columns, False)
-    return _add_scaled(sums, product, factors[0][STEPS * GROUPS - 1])
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _add_scaled(sums: gl.tensor, product: gl.tensor, scale: gl.tensor) -> gl.tensor:
-    """Sums plus a product that may still be on its way, times the scale of each output."""
-    return sums + warpgroup_mma_wait(num_outstanding=0, deps=(product,)) * scale.to(gl.float32)[:, None]
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _add_parts(
-    sums: gl.tensor,
-    parts: gl.tuple,
-    columns: gl.shared_memory_descriptor,
-    ADD: gl.constexpr,
-) -> gl.tensor:
-    """Sums, where ADD, plus the products of parts and their inputs, on their way."""
-    PARTS: gl.constexpr = len(parts)
-    for part in gl.static_range(PARTS):
-        right = columns.slice(part * UNITS, UNITS, 1).permute((1, 0))
-        sums = warpgroup_mma(parts[part], right, sums, use_acc=ADD or part > 0, is_async=True)
-    return sums
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _operands(
-    ring: gl.tuple,
-    stage: gl.tensor,
-    step: gl.constexpr,
-    factors: gl.tuple,
-    SHAPE: gl.constexpr,
-    FOLD: gl.constexpr,
-    TILE: gl.constexpr,
-) -> gl.tuple:
-    """The parts of the units of a step of a stage as left operands, `code - zero` each, FOLD: times its scale."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_layout(TILE), k_width=2)
-    GROUPS: gl.constexpr = SHAPE.groups_per_step
-    PARTS: gl.constexpr = SHAPE.parts
-    OUTPUTS: gl.constexpr = TILE.parts * TILE.outputs
-    matrices = ring.units.index(stage).slice(step * TILE_ROWS, TILE_ROWS, 2)
-    units = gl.reshape(matrices.load(units_layout(TILE)), [OUTPUTS, UNITS])
-    units = gl.convert_layout(units, LEFT, assert_trivial=True)
-    points: gl.tuple = ()
-    for part in gl.static_range(4):
-        if SHAPE.has_zeros:
-            zero = factors[1][step * GROUPS + part // SHAPE.group_parts].to(gl.int32)
-            points += (zero[:, None] + (units & 0).to(gl.int32),)
-        else:
-            points += (gl.full([OUTPUTS, UNITS], 8, gl.int32, LEFT),)
-    parts = unit_parts(units, points, ring.numbers.dtype, SHAPE)
-    if FOLD and SHAPE.group_steps != 0:
-        folded: gl.tuple = ()
-        for part in gl.static_range(PARTS):
-            scale = factors[0][step * GROUPS + part // SHAPE.group_parts]
-            folded += (parts[part] * scale.to(ring.numbers.dtype)[:, None],)
-        parts = folded
-    return parts

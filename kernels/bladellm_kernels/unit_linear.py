@@ -33,7 +33,7 @@ def unit_linear(
         raise ValueError(f"out must be {x.dtype} [{len(x)}, {weight.rows}], rows contiguous, got {y.dtype} {y.shape}")
     if not len(x):
         return y
-    chosen = schedule or unit_schedule(len(x), weight.rows, weight.columns)
+    chosen = schedule or unit_schedule(len(x), weight.rows, weight.columns, fine=weight.group_steps < 0)
     call = UnitCall(x, weight, y, bias)
     if isinstance(chosen, ManyTokens):
         _many_tokens(call, chosen)

@@ -5,7 +5,7 @@ The best of those that `kernels/benchmarks/unit_linear.py` timed on an H200 with
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from bladellm_kernels.weight_units import TILE_ROWS
 
@@ -83,20 +83,21 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """`ring_units_kernel`: tiles of `outputs` (64, 128 or 256, at least 16 · warps; of the gate and again of what it
-    multiplies), `steps` steps and `tokens`, of which `stages` are on their way, divided evenly among programs_per_sm
-    programs a multiprocessor.
+    """`ring_units_kernel`: a program a multiprocessor, of wide · deep (2 to 4) groups of four warps. Tiles are of
+    `outputs` (64 or 128; of the gate and again of what it multiplies) of each of `wide` groups, `steps` steps and
+    `tokens`; `deep` groups take them by turns, and `stages`, a multiple of deep, are there or on their way.
 
-    warps: 4 or 8. late: with how many tiles to go a program lets the next kernel start, 0 for at once. fold: as above.
+    splits: most programs that share the K of a block of outputs, fewer where the GPU has not as many; 0: tiles are
+    divided evenly among all multiprocessors, whatever blocks they belong to. fold: as above.
     """
 
     outputs: int
     tokens: int
-    warps: int
+    wide: int
     stages: int
     steps: int = 2
-    programs_per_sm: int = 1
-    late: int = 0
+    deep: int = 1
+    splits: int = 0
     fold: bool = False
 
 
@@ -111,12 +112,11 @@ MIN_STEPS = 4
 MOST_SUMS = 8192
 """Sums that a program of `stream_units_kernel` adds up at a time."""
 
-Kind = Literal["small", "middle", "wide", "long"]
+Kind = Literal["small", "middle", "broad", "wide", "long"]
 
 LONG_COLUMNS = 8192
-SMALL_ROWS, MIDDLE_ROWS = 4096, 8192
+SMALL_ROWS, MIDDLE_ROWS, BROAD_ROWS = 4096, 8192, 16384
 
-_MANY_16 = ManyTokens(rows=128, tokens=16, warps=4, stages=4, programs_per_sm=4)
 _MANY_64 = ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
 _MANY_64_WIDE = ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_sm=2)
 _MANY_128 = ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
@@ -124,33 +124,38 @@ _GEMV = Gemv(rows=16, warps=4, steps=4)
 _STREAM = Streamed(rows=16, warps=16, steps=2, depth=1)
 _STREAM_WIDE = Streamed(rows=16, warps=16, steps=2, depth=2)
 _STREAM_LONG = Streamed(rows=16, warps=8, steps=2, depth=2, programs_per_sm=2)
-_STREAM_16 = Streamed(rows=16, warps=16, steps=2, depth=1, tokens=16)
-_GEMV_16 = Gemv(rows=64, warps=4, steps=1, tokens=16, row_warps=2, programs_per_sm=2)
-_GEMV_32 = Gemv(rows=64, warps=4, steps=1, tokens=32, row_warps=2, programs_per_sm=1)
-_RING_32 = Ring(outputs=64, tokens=32, warps=4, stages=4, programs_per_sm=2)
-_RING_32_WIDE = Ring(outputs=128, tokens=32, warps=4, stages=3, programs_per_sm=2)
+_RING_WIDE = {most: Ring(outputs=64, tokens=most, wide=4, stages=4, splits=1) for most in (8, 16, 32)}
+_RING = {
+    most: Ring(outputs=64, tokens=most, wide=1, stages=9 if most <= 32 else 6, steps=1, deep=3, splits=4)
+    for most in (16, 32, 64)
+}
+
+
+def _of_all(schedule: Schedule) -> dict[Kind, Schedule]:
+    return dict.fromkeys(get_args(Kind), schedule)
+
 
 SCHEDULES: dict[int, dict[Kind, Schedule]] = {
-    8: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_WIDE, "long": _STREAM_LONG},
-    16: {"small": _STREAM_16, "middle": _STREAM_16, "wide": _MANY_16, "long": _GEMV_16},
-    32: {"small": _GEMV_32, "middle": _RING_32, "wide": _RING_32_WIDE, "long": _RING_32},
-    64: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64_WIDE, "long": _MANY_64},
-    128: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_64, "long": _MANY_64},
-    256: {"small": _MANY_64, "middle": _MANY_64, "wide": _MANY_128, "long": _MANY_64},
+    4: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_WIDE, "broad": _STREAM_WIDE, "long": _STREAM_LONG},
+    8: {"small": _STREAM, "middle": _GEMV, "wide": _RING_WIDE[8], "broad": _STREAM_WIDE, "long": _STREAM_LONG},
+    16: _of_all(_RING[16]) | {"wide": _RING_WIDE[16]},
+    32: _of_all(_RING[32]) | {"wide": _RING_WIDE[32]},
+    64: _of_all(_RING[64]) | {"wide": _MANY_64_WIDE},
+    128: _of_all(_MANY_64),
+    256: _of_all(_MANY_64) | {"wide": _MANY_128, "broad": _MANY_128},
 }
 """By the largest number of tokens, and the kind of weight; beyond them `Dense`."""
 
 
-_RING_16_GATED = Ring(outputs=64, tokens=16, warps=4, stages=4, programs_per_sm=2)
-_RING_32_GATED = Ring(outputs=64, tokens=32, warps=4, stages=3, programs_per_sm=2)
 _STREAM_GATED = Streamed(rows=16, warps=16, steps=2, depth=1)
+_RING_GATED = Ring(outputs=64, tokens=16, wide=2, stages=4, splits=1)
 
 NORM_SCHEDULES: dict[int, dict[Kind, NormSchedule]] = {
     8: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_GATED, "long": _STREAM_LONG},
-    16: {"small": _STREAM_16, "middle": _STREAM_16, "wide": _RING_16_GATED, "long": _GEMV_16},
-    32: {"small": _GEMV_32, "middle": _RING_32, "wide": _RING_32_GATED, "long": _RING_32},
+    16: {"small": _RING[16], "middle": _RING[16], "wide": _RING_GATED, "long": _RING[16]},
 }
-"""The same of layers with norms. Those with a gate are wide, other wide ones take what is for middle ones."""
+"""The same of layers with norms, whatever their groups. Those with a gate are wide, other wide ones take what is for
+middle ones."""
 
 
 def norm_schedule(tokens: int, rows: int, columns: int, gated: bool) -> NormSchedule | None:
@@ -158,21 +163,24 @@ def norm_schedule(tokens: int, rows: int, columns: int, gated: bool) -> NormSche
     if gated and rows % (2 * TILE_ROWS):
         return None
     kind = weight_kind(rows, columns)
-    if gated != (kind == "wide"):
-        kind = "wide" if gated else "middle"
+    if gated:
+        kind = "wide"
+    elif kind in ("wide", "broad"):
+        kind = "middle"
     return next((kinds[kind] for most, kinds in NORM_SCHEDULES.items() if tokens <= most), None)
 
 
-def unit_schedule(tokens: int, rows: int, columns: int) -> Schedule:
-    """The schedule for x of `tokens` rows and a weight [rows, columns]."""
+def unit_schedule(tokens: int, rows: int, columns: int, fine: bool = False) -> Schedule:
+    """The schedule for x of `tokens` rows and a weight [rows, columns]; fine: with several groups in a step."""
     kind = weight_kind(rows, columns)
+    kind = "broad" if fine and kind == "wide" else kind
     return next((kinds[kind] for most, kinds in SCHEDULES.items() if tokens <= most), Dense())
 
 
 def weight_kind(rows: int, columns: int) -> Kind:
-    """Of Llama-3-8B's layers: small is o, middle qkv, wide gate-up, long down."""
+    """Of Llama-3-8B's layers: small is o, middle qkv, wide gate-up, broad what lies between these two, long down."""
     if rows > MIDDLE_ROWS:
-        return "wide"
+        return "wide" if rows > BROAD_ROWS else "broad"
     if columns >= LONG_COLUMNS:
         return "long"
     return "small" if rows <= SMALL_ROWS else "middle"
@@ -191,6 +199,12 @@ def round_share(schedule: Gemv, tiles: int, steps: int, processors: int) -> int:
     rounds = -(-steps // schedule.round)
     splits = max(1, min(processors * schedule.programs_per_sm // tiles, rounds))
     return -(-rounds // splits) * schedule.round
+
+
+def ring_programs(schedule: Ring, blocks: int, length: int, processors: int) -> int:
+    """Programs of `ring_units_kernel` for so many blocks of outputs, `length` tiles each: at most one a processor."""
+    splits = min(schedule.splits, length, processors // blocks)
+    return blocks * splits if splits else min(processors, blocks * length)
 
 
 def stream_programs(schedule: Streamed, tiles: int, splits: int, token_tiles: int, processors: int) -> int:

@@ -96,6 +96,7 @@ class CopyEngine:
 
         if self.late:
             barrier.late.append(work)
+            self.progress()
         else:
             work()
 

@@ -12,6 +12,7 @@ from bladellm_kernels.unit_schedules import NORM_SCHEDULES, Gemv, Ring, Streamed
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.hopper import compiled_launches, spilled
+from tests.kernels.sass import spills_in_the_loop
 from tests.kernels.test_normed_linear import rms
 from tests.kernels.test_unit_linear import MIDDLE, layer
 from tests.kernels.units_in_python import run_units_in_python
@@ -29,18 +30,18 @@ NORMED = [
     (4, 170, 1024, 16, True, 8, Streamed(16, 4, 1, 3)),
     (4, 333, 1155, 1, True, 13, Streamed(32, 4, 1, 2, 16, 2)),
     (8, 148, 320, 5, False, 2, Streamed(16, 4, 2, 2)),
-    (4, 130, 512, 4, False, 5, Ring(64, 8, 4, 2)),
-    (4, 333, 1152, 9, True, 16, Ring(128, 16, 8, 2)),
-    (4, 200, 1155, 1, True, 9, Ring(64, 16, 4, 2, late=1)),
+    (4, 130, 512, 4, False, 5, Ring(64, 8, 2, 2)),
+    (4, 333, 1152, 9, True, 16, Ring(128, 16, 2, 2)),
+    (4, 200, 1155, 1, True, 9, Ring(64, 16, 1, 4, deep=4)),
 ]
 GATED = [
     (4, 256, 512, 4, False, 1, Streamed(16, 4, 1, 1)),
     (4, 128, 512, 8, True, 8, Streamed(16, 4, 1, 2)),
     (4, 384, 1100, 1, True, 7, Streamed(32, 4, 1, 1)),
     (8, 128, 320, 5, False, 16, Streamed(16, 4, 2, 1, 16)),
-    (4, 256, 512, 4, True, 8, Ring(64, 8, 4, 2)),
-    (4, 384, 1152, 9, True, 16, Ring(128, 16, 8, 2, steps=1)),
-    (4, 640, 1155, 1, True, 9, Ring(64, 16, 4, 3)),
+    (4, 256, 512, 4, True, 8, Ring(64, 8, 2, 2)),
+    (4, 384, 1152, 9, True, 16, Ring(128, 16, 2, 2, steps=1)),
+    (4, 640, 1155, 1, True, 9, Ring(64, 16, 1, 3, deep=3)),
     (8, 256, 320, 5, False, 5, Ring(64, 8, 4, 2, fold=True)),
 ]
 
@@ -131,9 +132,10 @@ def test_the_stream_is_rounded_once_and_normed(bits, rows, columns, groups, zero
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-@pytest.mark.parametrize(("name", "tokens"), some_pairs(LLAMA_8B, [1, 8, 16, 32]))
-def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, monkeypatch):
-    """As launched on an H200 for the layers of Llama-3.1-8B, of fewer outputs."""
+@pytest.mark.parametrize("parts", [1, 64])
+@pytest.mark.parametrize(("name", "tokens"), some_pairs(LLAMA_8B, [1, 8, 13, 16]))
+def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, parts, monkeypatch, tmp_path):
+    """As launched on an H200 for the layers of Llama-3.1-8B, of fewer outputs; parts: sums of the norm in front."""
     from bladellm_kernels import ring_launch, unit_call, unit_launch
     from bladellm_kernels.normed_unit_linear import normed_unit_linear, unit_linear_add
 
@@ -149,7 +151,7 @@ def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, monkeypatch
         if name in ("o", "down"):
             unit_linear_add(x, weight, x.new_zeros(tokens, 1024), x.new_zeros(1024), EPS, schedule=schedule)
         else:
-            norm = DelayedNorm(x, torch.zeros(tokens, 128), EPS)
+            norm = DelayedNorm(x, torch.zeros(tokens, parts), EPS)
             normed_unit_linear(norm, weight, gated=name == "gate_up", schedule=schedule)
     (kernel,) = compiled.values()
     text = kernel.asm["ptx"]
@@ -157,13 +159,16 @@ def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, monkeypatch
     assert "griddepcontrol.launch_dependents" in before
     assert not re.search(r"(st|atom|red)\.global", before)
     assert "st.global" in after
-    assert spilled(text) == 0
+    if isinstance(schedule, Ring):
+        assert not spills_in_the_loop(kernel, tmp_path)
+    else:
+        assert spilled(text) == 0
 
 
 def test_layers_without_whole_tiles_of_gates_have_no_schedule():
     assert norm_schedule(1, 2 * 96, 512, gated=True) is None
     assert norm_schedule(1, 2 * 96, 512, gated=False) is not None
-    assert norm_schedule(33, 28672, 4096, gated=True) is None
+    assert norm_schedule(17, 28672, 4096, gated=True) is None
     assert isinstance(norm_schedule(2, 128256, 4096, gated=False), Gemv)
 
 
@@ -172,17 +177,17 @@ def test_what_a_kernel_cannot_do_is_refused():
 
     weight = pack_units(*layer(192, 256, 2, 4, False), 4)
     norm = normed(9, 256)
-    for schedule in (Gemv(16, 2, 2), Streamed(16, 4, 1, 2), Ring(64, 8, 4, 2)):
+    for schedule in (Gemv(16, 2, 2), Streamed(16, 4, 1, 2), Ring(64, 8, 2, 2)):
         with pytest.raises(ValueError, match="tokens"):
             normed_unit_linear(norm, weight, schedule=schedule)
     with pytest.raises(ValueError, match="whole tiles"):
-        normed_unit_linear(norm, weight, gated=True, schedule=Ring(64, 16, 4, 2))
+        normed_unit_linear(norm, weight, gated=True, schedule=Ring(64, 16, 1, 4, deep=4))
     with pytest.raises(ValueError, match="residual"):
         unit_linear_add(norm.weighted, weight, torch.zeros(9, 191).bfloat16(), torch.zeros(191).bfloat16(), EPS)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 7, 8, 13, 16, 29, 32])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 13, 16])
 @pytest.mark.parametrize("name", LLAMA_8B)
 def test_on_a_gpu(name, tokens):
     """As the table says for the layers of Llama-3.1-8B, and for some of odd sizes."""
@@ -208,7 +213,7 @@ def wide_linear(codes, scales, points, x) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 13, 27])
+@pytest.mark.parametrize("rows", [1, 8, 13])
 def test_a_captured_stack_gives_the_same_bits_at_every_replay(rows):
     """Layers whose residual stream is written in place, each starting beside the one in front."""
     from bladellm_kernels.delayed_norm import delayed_norm

@@ -6,27 +6,29 @@ import random
 
 import pytest
 import torch
+from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.linear_reference import reference_linear
-from bladellm_kernels.unit_schedules import Ring
+from bladellm_kernels.unit_schedules import Ring, ring_programs, unit_schedule
 from bladellm_kernels.weight_units import pack_units
 
-from tests.kernels.hopper import compiled_launches, spilled
+from tests.kernels.hopper import compiled_launches
+from tests.kernels.sass import spills_in_the_loop
 from tests.kernels.test_unit_linear import MIDDLE, layer
 from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
 CASES = [
-    (4, 130, 512, 4, False, 5, Ring(64, 8, 4, 2)),
-    (4, 70, 1024, 16, True, 8, Ring(64, 8, 4, 3, steps=1)),
-    (4, 333, 1152, 9, True, 19, Ring(128, 16, 8, 2)),
+    (4, 130, 512, 4, False, 5, Ring(64, 8, 2, 2)),
+    (4, 70, 1024, 16, True, 8, Ring(64, 8, 1, 3, steps=1, deep=3)),
+    (4, 333, 1152, 9, True, 19, Ring(128, 16, 2, 2, splits=2)),
     (4, 64, 160, 5, True, 1, Ring(64, 8, 4, 2, steps=1)),
-    (4, 300, 896, 14, True, 7, Ring(256, 8, 8, 3, steps=2, late=1)),
-    (4, 200, 1155, 1, True, 9, Ring(64, 16, 4, 2)),
-    (4, 200, 1024, 4, True, 9, Ring(128, 16, 4, 2, programs_per_sm=2, fold=True)),
+    (4, 300, 896, 14, True, 7, Ring(128, 8, 3, 3)),
+    (4, 200, 1155, 1, True, 9, Ring(64, 16, 2, 2, deep=2)),
+    (4, 200, 1024, 4, True, 9, Ring(128, 16, 2, 2, fold=True)),
     (4, 90, 643, 1, False, 3, Ring(64, 8, 4, 2, fold=True)),
-    (8, 148, 320, 5, False, 2, Ring(64, 8, 4, 2)),
-    (8, 148, 320, 10, False, 2, Ring(128, 8, 8, 2, steps=4, fold=True)),
+    (8, 148, 320, 5, False, 2, Ring(64, 8, 1, 4, deep=4, splits=3)),
+    (8, 148, 320, 10, False, 2, Ring(128, 8, 2, 2, steps=4, fold=True)),
 ]
 
 
@@ -88,11 +90,14 @@ def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, 
     check(weight, x, codes, scales, points, torch.randn(rows).bfloat16() if zeros else None, schedule)
 
 
-COMPILED = [Ring(64, 8, 4, 6), Ring(128, 32, 8, 3), Ring(128, 64, 8, 2), Ring(256, 64, 8, 3, 1, fold=True)]
+COMPILED = [
+    Ring(64, 8, 4, 4), Ring(128, 16, 2, 4), Ring(64, 32, 1, 9, 1, deep=3), Ring(64, 64, 1, 6, 1, deep=3),
+    Ring(64, 64, 2, 3, 1, fold=True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schedule", "factors"), some_pairs(COMPILED, [(32, False), (64, True), (1, False)]), ids=str)
-def test_codes_go_through_shared_matrices_into_registers(schedule, factors):
+def test_codes_go_through_shared_matrices_into_registers(schedule, factors, tmp_path):
     """Nothing is spilled, the weight is on its way before the inputs are ready, and codes are read by ldmatrix.
 
     factors: groups of a row, and whether they have zero points.
@@ -110,12 +115,46 @@ def test_codes_go_through_shared_matrices_into_registers(schedule, factors):
     kernel = compiled["ring_units_kernel"]
     text = kernel.asm["ptx"]
     before, after = text.split("griddepcontrol.wait")
-    assert before.count("cp.async.bulk.tensor") == schedule.stages
-    matrices = schedule.outputs * schedule.steps // (8 * schedule.warps)
+    assert before.count("cp.async.bulk.tensor") == schedule.stages * schedule.wide
+    matrices = schedule.wide * schedule.deep * schedule.outputs * schedule.steps // 32
     assert after.count("ldmatrix.sync.aligned.m8n8.x4") == matrices
     assert after.count("wgmma.mma_async") == 4 * matrices
-    assert spilled(text) == 0
+    assert not spills_in_the_loop(kernel, tmp_path)
     assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(("rows", "columns", "programs"), [(4096, 4096, 128), (6144, 4096, 96), (28672, 4096, 112)])
+def test_programs_share_no_more_blocks_than_fill_the_gpu(rows, columns, programs):
+    """Of 132 multiprocessors, for the layers of Llama-3.1-8B; where blocks are more than those, tiles are divided."""
+    schedule = unit_schedule(32, rows, columns)
+    assert isinstance(schedule, Ring)
+    blocks, length = -(-rows // (schedule.wide * schedule.outputs)), columns // (128 * schedule.steps)
+    assert ring_programs(schedule, blocks, length, 132) == programs
+    assert ring_programs(schedule, 133, length, 132) == 132
+    assert ring_programs(schedule, 3, 1, 132) == 3
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(1, 768), (32, 1)])
+def test_groups_of_warps_are_given_numbers_that_are_one(groups, rows):
+    """One group or one output, with a norm in front: Triton takes such arguments for constants."""
+    from bladellm_kernels import unit_call
+    from bladellm_kernels.normed_unit_linear import normed_unit_linear
+
+    weight = pack_units(*layer(rows, 4096, groups, 4, True), 4)
+    norm = DelayedNorm(torch.zeros(16, 4096).bfloat16(), torch.zeros(16, 1), 1e-5)
+    shape = unit_call.unit_shape
+    with compiled_launches() as compiled, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_call, "unit_shape", lambda *given: dataclasses.replace(shape(*given), plain=False))
+        normed_unit_linear(norm, weight, schedule=Ring(64, 16, 1, 3, 1, deep=3))
+    assert "ring_units_kernel" in compiled
+
+
+def test_a_stage_is_read_by_the_same_groups_each_time():
+    from bladellm_kernels.unit_linear import unit_linear
+
+    weight = pack_units(*layer(64, 256, 2, 4, False), 4)
+    with pytest.raises(ValueError, match="multiple of deep"):
+        unit_linear(torch.zeros(3, 256).bfloat16(), weight, schedule=Ring(64, 8, 1, 4, deep=3))
 
 
 @pytest.mark.parametrize("columns", [8, 77, 643, 1152, 1155])
@@ -133,13 +172,14 @@ def test_every_shape_can_be_described_to_the_copy_engine(tokens, columns):
         assert found.shape == [tokens, columns]
     weight = pack_units(*layer(130, columns, 1, 4, False), 4)
     for parts in (1, 2):
-        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, parts, 0, 1))
+        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, 1, parts, 1, 0, 4096))
         assert found.shape == [parts, len(weight.codes) // parts, weight.steps * 64, 32]
 
 
 GPU_SCHEDULES = [
-    Ring(64, 8, 4, 6), Ring(128, 16, 8, 4), Ring(128, 32, 4, 3, 2, 2), Ring(256, 32, 8, 2), Ring(128, 64, 8, 2, late=1),
-    Ring(256, 64, 8, 3, 1), Ring(128, 128, 8, 2), Ring(128, 128, 8, 2, fold=True), Ring(128, 256, 8, 2, 1, fold=True),
+    Ring(64, 8, 4, 4, splits=1), Ring(64, 16, 1, 9, 1, deep=3, splits=2), Ring(128, 16, 2, 4),
+    Ring(64, 32, 4, 4, splits=1), Ring(64, 32, 2, 4, deep=2), Ring(64, 64, 1, 6, 1, deep=3, splits=2),
+    Ring(64, 128, 2, 2, fold=True),
 ]  # fmt: skip
 
 

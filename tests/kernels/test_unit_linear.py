@@ -175,7 +175,7 @@ def test_the_kernels_compile_for_hopper(bits, group_steps, has_zeros, dtype):
     from bladellm_kernels.weight_units_triton import UnitShape
 
     shape = UnitShape(bits, group_steps, has_zeros, even=True, plain=False)
-    for tokens in (16, 64):
+    for tokens in (64, 128):
         schedule = unit_schedule(tokens, 28672, 4096)
         assert isinstance(schedule, ManyTokens)
         names = [field.name for field in dataclasses.fields(schedule) if field.name not in ("programs_per_sm", "warps")]
