@@ -50,7 +50,7 @@ def test_greedy_tokens_are_the_same_fused_and_apart(scheme, family, tmp_path, on
     prompt, model = random_prompt(7), load_tiny(tmp_path)
     with mock.patch.object(model, "fuses", return_value=False):
         apart, logits = greedy(model, prompt)
-    assert [model.fuses(rows) for rows in (1, 32, 33)] == [True, True, False], "but for the head"
+    assert [model.fuses(rows) for rows in (1, 16, 17)] == [True, True, False], "but for the head"
     with mock.patch.object(model.head, "normed", wraps=model.head.normed) as steps:
         found, fused_logits = greedy(model, prompt)
     assert steps.call_count == TOKENS
@@ -62,7 +62,7 @@ def test_greedy_tokens_are_the_same_fused_and_apart(scheme, family, tmp_path, on
     assert logits[same].max() - logits[same, found[same]] <= 2 * limit
 
 
-@pytest.mark.parametrize("rows", [3, 16, 29])
+@pytest.mark.parametrize("rows", [3, 9, 16])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_each_compound_is_that_of_the_weight_it_stands_for(scheme, rows, on_units):
     """In float64; of codes in an order of their own, with a bias."""
