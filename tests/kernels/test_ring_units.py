@@ -134,6 +134,21 @@ def test_programs_share_no_more_blocks_than_fill_the_gpu(rows, columns, programs
     assert ring_programs(schedule, 3, 1, 132) == 3
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 5, 8, 9, 16, 17, 32, 33, 64])
+def test_every_ring_of_the_table_fits_a_multiprocessor(tokens):
+    """Its shared memory, and that its tiles hold so many tokens, for layers of all kinds."""
+    shapes = itertools.product((1, 4096, 8192, 10240, 16384, 57344), (512, 4096, 14336), (False, True))
+    chosen = {unit_schedule(tokens, *shape) for shape in shapes}
+    for ring in (each for each in chosen if isinstance(each, Ring)):
+        assert ring.tokens >= tokens
+        assert ring.stages % ring.deep == 0
+        inputs = 128 * ring.steps
+        stage = ring.wide * ring.outputs * inputs // 2 + 2 * ring.tokens * inputs
+        meetings = 4 * (ring.deep - 1) * ring.wide * ring.outputs * ring.tokens
+        assert ring.stages * stage + meetings < 226 * 1024, ring
+    assert tokens < 9 or any(isinstance(each, Ring) for each in chosen)
+
+
 @pytest.mark.parametrize(("groups", "rows"), [(1, 768), (32, 1)])
 def test_groups_of_warps_are_given_numbers_that_are_one(groups, rows):
     """One group or one output, with a norm in front: Triton takes such arguments for constants."""
