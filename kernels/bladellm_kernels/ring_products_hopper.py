@@ -1,5 +1,7 @@
 """Products of `ring_units_hopper`: a stage's units become left operands in registers, times the inputs of a tile."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -9,8 +11,20 @@ from bladellm_kernels.ring_factors_hopper import UnitTile
 from bladellm_kernels.ring_tiles_hopper import TILE_ROWS, UNITS
 from bladellm_kernels.weight_units_triton import unit_parts
 
-REGISTERS = {2: 240, 3: 160, 4: 112}
-"""Of a thread by the groups of a program, beside 24 of the warp that fetches."""
+
+class Staged(NamedTuple):
+    """What a group of warps multiplies of a stage: its units, [parts, tiles, steps · 64, 32], the inputs, [tokens,
+    inputs], and a tuple of scales and one of zero points of each group of each step."""
+
+    units: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor
+    factors: gl.tuple
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def most_registers(groups: int) -> int:
+    """Of a thread by the groups of a program, beside 24 of the warp that fetches."""
+    return {2: 240, 3: 160, 4: 112}[groups]
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -34,7 +48,8 @@ def _doublings(first: int, end: int) -> list[int]:
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def holds_two_operands(outputs: int, rows: int, groups: int) -> bool:
     """Whether registers hold the operands of two steps beside sums and a product of [outputs, rows]."""
-    return outputs + outputs * rows // 64 + 16 <= REGISTERS[groups]
+    most: int = most_registers(groups)
+    return outputs + outputs * rows // 64 + 16 <= most
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -47,57 +62,42 @@ def no_sums(TILE: gl.constexpr) -> gl.tensor:
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def add_products(
-    sums: gl.tensor,
-    ring: gl.tuple,
-    stage: gl.tensor,
-    place: gl.constexpr,
-    factors: gl.tuple,
-    SHAPE: gl.constexpr,
-    FOLD: gl.constexpr,
-    TILE: gl.constexpr,
+    sums: gl.tensor, staged: gl.tuple, SHAPE: gl.constexpr, FOLD: gl.constexpr, TILE: gl.constexpr
 ) -> gl.tensor:
-    """Sums plus the product of a stage; scaled unless the weight has one group. factors: scales and zero points of each
-    group of each step."""
+    """Sums plus the product of a stage, scaled unless the weight has one group. staged: `Staged`."""
     if FOLD or SHAPE.group_steps == 0:
         STEPS: gl.constexpr = TILE.steps
         for step in gl.static_range(STEPS):
-            parts = _operands(ring, stage, step, place, factors, SHAPE, FOLD, TILE)
-            columns = ring.numbers.index(stage).slice(step * SHAPE.step, SHAPE.step, 1)
+            parts = _operands(staged, step, SHAPE, FOLD, TILE)
+            columns = staged.numbers.slice(step * SHAPE.step, SHAPE.step, 1)
             sums = _add_parts(sums, parts, columns, True, TILE)
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     else:
-        sums = _add_groups(sums, ring, stage, place, factors, SHAPE, TILE)
+        sums = _add_groups(sums, staged, SHAPE, TILE)
     return sums
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _add_groups(
-    sums: gl.tensor,
-    ring: gl.tuple,
-    stage: gl.tensor,
-    place: gl.constexpr,
-    factors: gl.tuple,
-    SHAPE: gl.constexpr,
-    TILE: gl.constexpr,
-) -> gl.tensor:
+def _add_groups(sums: gl.tensor, staged: gl.tuple, SHAPE: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
     """Sums plus the products of each group of a stage times its scale, each waited for behind the next operands, unless
     registers do not hold them."""
     STEPS: gl.constexpr = TILE.steps
     GROUPS: gl.constexpr = SHAPE.groups_per_step
     SIZE: gl.constexpr = SHAPE.group_parts
     AHEAD: gl.constexpr = holds_two_operands(TILE.parts * TILE.outputs, TILE.rows, TILE.wide * TILE.deep)
+    scales = staged.factors[0]
     product = no_sums(TILE)
     for step in gl.static_range(STEPS):
-        parts = _operands(ring, stage, step, place, factors, SHAPE, False, TILE)
+        parts = _operands(staged, step, SHAPE, False, TILE)
         for group in gl.static_range(GROUPS):
             if step * GROUPS + group > 0 and AHEAD:
-                sums = _add_scaled(sums, product, factors[0][step * GROUPS + group - 1])
-            columns = ring.numbers.index(stage).slice(step * SHAPE.step + group * SIZE * UNITS, SIZE * UNITS, 1)
+                sums = _add_scaled(sums, product, scales[step * GROUPS + group - 1])
+            columns = staged.numbers.slice(step * SHAPE.step + group * SIZE * UNITS, SIZE * UNITS, 1)
             product = _add_parts(no_sums(TILE), parts[group * SIZE : (group + 1) * SIZE], columns, False, TILE)
             if not AHEAD:
-                sums = _add_scaled(sums, product, factors[0][step * GROUPS + group])
+                sums = _add_scaled(sums, product, scales[step * GROUPS + group])
     if AHEAD:
-        sums = _add_scaled(sums, product, factors[0][STEPS * GROUPS - 1])
+        sums = _add_scaled(sums, product, scales[STEPS * GROUPS - 1])
     return sums
 
 
@@ -135,36 +135,28 @@ def _behind_each_other(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _operands(
-    ring: gl.tuple,
-    stage: gl.tensor,
-    step: gl.constexpr,
-    place: gl.constexpr,
-    factors: gl.tuple,
-    SHAPE: gl.constexpr,
-    FOLD: gl.constexpr,
-    TILE: gl.constexpr,
+    staged: gl.tuple, step: gl.constexpr, SHAPE: gl.constexpr, FOLD: gl.constexpr, TILE: gl.constexpr
 ) -> gl.tuple:
-    """The parts of the units of a step of a stage, of a group's outputs, as left operands: `code - zero` each, where
-    FOLD times its scale."""
+    """The parts of the units of a step of a stage as left operands: `code - zero` each, where FOLD times its scale."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_layout(TILE), k_width=2)
     GROUPS: gl.constexpr = SHAPE.groups_per_step
     PARTS: gl.constexpr = SHAPE.parts
     OUTPUTS: gl.constexpr = TILE.parts * TILE.outputs
-    matrices = ring.units.index(stage * TILE.wide + place).slice(step * TILE_ROWS, TILE_ROWS, 2)
+    matrices = staged.units.slice(step * TILE_ROWS, TILE_ROWS, 2)
     units = gl.reshape(matrices.load(units_layout(TILE)), [OUTPUTS, UNITS])
     units = gl.convert_layout(units, LEFT, assert_trivial=True)
     points: gl.tuple = ()
     for part in gl.static_range(4):
         if SHAPE.has_zeros:
-            zero = factors[1][step * GROUPS + part // SHAPE.group_parts].to(gl.int32)
+            zero = staged.factors[1][step * GROUPS + part // SHAPE.group_parts].to(gl.int32)
             points += (zero[:, None] + (units & 0).to(gl.int32),)
         else:
             points += (gl.full([OUTPUTS, UNITS], 8, gl.int32, LEFT),)
-    parts = unit_parts(units, points, ring.numbers.dtype, SHAPE)
+    parts = unit_parts(units, points, staged.numbers.dtype, SHAPE)
     if FOLD and SHAPE.group_steps != 0:
         folded: gl.tuple = ()
         for part in gl.static_range(PARTS):
-            scale = factors[0][step * GROUPS + part // SHAPE.group_parts]
-            folded += (parts[part] * scale.to(ring.numbers.dtype)[:, None],)
+            scale = staged.factors[0][step * GROUPS + part // SHAPE.group_parts]
+            folded += (parts[part] * scale.to(staged.numbers.dtype)[:, None],)
         parts = folded
     return parts

@@ -6,7 +6,7 @@ of a tile, or take the tiles of the same outputs by turns, and add up their sums
 in between, so that one turns codes into numbers while the products of another run. The product is transposed: the left
 operand is the weight, in registers: matrices of units are read from shared memory in the order in which a product wants
 them, and turned into numbers there; the right operand is x as it lies in memory. Tiles are divided among the programs
-as in `linear_hopper`.
+as in `linear_hopper`, evenly or by whole shares of a block.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from bladellm_kernels.linear_outputs_hopper import (
 )
 from bladellm_kernels.linear_sums_hopper import join_segments, sums_layout
 from bladellm_kernels.ring_factors_hopper import block_factors, load_factors, prefetch_factors
-from bladellm_kernels.ring_products_hopper import add_products, no_sums
+from bladellm_kernels.ring_products_hopper import Staged, add_products, most_registers, no_sums
 from bladellm_kernels.ring_tiles_hopper import Cursor, Source, fetch_units, fill_ring, new_meetings, new_ring
 from bladellm_kernels.weight_units_triton import WeightArguments
 
@@ -137,7 +137,9 @@ def _start_groups(
     FOLD: gl.constexpr,
 ) -> None:
     """Groups of warps that multiply, and the warp that fetches for them; registers are dealt out to them anew."""
-    if TILE.wide * TILE.deep == 2:
+    GROUPS: gl.constexpr = TILE.wide * TILE.deep
+    MOST: gl.constexpr = most_registers(GROUPS)
+    if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
@@ -145,9 +147,9 @@ def _start_groups(
                 (_fetch, (fetched, TILE)),
             ],
             [4, 1],
-            [240, 24],
+            [MOST, 24],
         )
-    elif TILE.wide * TILE.deep == 3:
+    elif GROUPS == 3:
         gl.warp_specialize(
             [
                 (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
@@ -156,7 +158,7 @@ def _start_groups(
                 (_fetch, (fetched, TILE)),
             ],
             [4, 4, 1],
-            [160, 160, 24],
+            [MOST, MOST, 24],
         )
     else:
         gl.warp_specialize(
@@ -168,7 +170,7 @@ def _start_groups(
                 (_fetch, (fetched, TILE)),
             ],
             [4, 4, 4, 1],
-            [112, 112, 112, 24],
+            [MOST, MOST, MOST, 24],
         )
 
 
@@ -286,7 +288,8 @@ def _multiply_block(
         later = load_factors(factors, weight.steps, gl.minimum(each + DEEP, stop - 1) - first + along, SHAPE, TILE)
         stage = each % STAGES
         mbarrier.wait(ring.full.index(stage), each // STAGES & 1)
-        sums = add_products(sums, ring, stage, place, loaded, SHAPE, FOLD, TILE)
+        staged = Staged(ring.units.index(stage * TILE.wide + place), ring.numbers.index(stage), loaded)
+        sums = add_products(sums, staged, SHAPE, FOLD, TILE)
         mbarrier.arrive(ring.empty.index(stage))
         loaded = later
     if SHAPE.group_steps == 0:
