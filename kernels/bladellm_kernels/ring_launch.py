@@ -16,9 +16,6 @@ from bladellm_kernels.unit_call import UnitCall
 from bladellm_kernels.unit_schedules import Ring, ring_programs
 from bladellm_kernels.weight_units import STEP_UNITS, TILE_ROWS, UnitWeight
 
-UNROLLED = {2: 16384, 3: 4096, 4: 4096}
-"""Partial sums asked for at once by the groups of a program: with more of them each has fewer registers."""
-
 
 def launch_ring(call: UnitCall, schedule: Ring) -> None:
     """On a Hopper; ValueError where x has too many rows for the weight's counters or a residual or norm, or parts are
@@ -26,7 +23,7 @@ def launch_ring(call: UnitCall, schedule: Ring) -> None:
     weight, device, shape = call.weight, call.x.device, call.shape(1)
     tile = UnitTile(
         schedule.tokens, schedule.outputs, schedule.steps * shape.step, schedule.stages, schedule.wide, schedule.deep,
-        call.parts, schedule.steps, call.squares, UNROLLED[schedule.wide * schedule.deep],
+        call.parts, schedule.steps, call.squares,
     )  # fmt: skip
     blocks, token_tiles = triton.cdiv(call.outputs, tile.wide * tile.outputs), triton.cdiv(call.tokens, tile.rows)
     if blocks * tile.wide * token_tiles > len(weight.arrived) or (token_tiles > 1 and not call.alone):

@@ -187,7 +187,7 @@ def test_every_shape_can_be_described_to_the_copy_engine(tokens, columns):
         assert found.shape == [tokens, columns]
     weight = pack_units(*layer(130, columns, 1, 4, False), 4)
     for parts in (1, 2):
-        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, 1, parts, 1, 0, 4096))
+        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, 1, parts, 1, 0))
         assert found.shape == [parts, len(weight.codes) // parts, weight.steps * 64, 32]
 
 
