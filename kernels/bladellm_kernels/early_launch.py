@@ -1,10 +1,11 @@
 """Programmatic dependent launch: a kernel may start while the one before it on its stream still runs (sm_90 on).
 
-A kernel launched with `early_launch(...)` must call `wait_for_inputs` in every program before it reads anything that an
-earlier kernel wrote and before it writes anything at all; what came before that call (index arithmetic, weights, tables
-made once a step) overlaps the end of the kernel before. `let_next_start` says that the next kernel may begin to start;
-it orders no memory, so it may come at once. In a captured CUDA graph the two become a programmatic edge. Source: CUDA
-C++ Programming Guide, "Programmatic Dependent Launch".
+A kernel launched with `early_launch(...)` must call `wait_for_inputs` in every program, where groups of warps run apart
+in each of them, before it reads anything that an earlier kernel wrote and before it writes anything at all; what came
+before that call (index arithmetic, weights, tables made once a step) overlaps the end of the kernel before.
+`let_next_start` says that the next kernel may begin to start; it orders no memory, so it may come at once. In a
+captured CUDA graph the two become a programmatic edge. Source: CUDA C++ Programming Guide, "Programmatic Dependent
+Launch".
 """
 
 from functools import cache

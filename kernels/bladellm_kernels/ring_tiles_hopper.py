@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from bladellm_kernels.early_launch import wait_for_inputs
+
 TILE_ROWS = gl.constexpr(64)
 UNITS = gl.constexpr(32)
 
@@ -107,9 +109,14 @@ def fetch_x(source: gl.tuple, ring: gl.tuple, stage: gl.tensor, cursor: gl.tuple
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def fill_ring(source: gl.tuple, ring: gl.tuple, units: gl.tuple, numbers: gl.tuple, TILE: gl.constexpr) -> None:
-    """Fetch the inputs of the first tiles, whose units are on their way, and others as soon as there is room."""
+def fill_ring(source: gl.tuple, ring: gl.tuple, first: gl.tuple, TILE: gl.constexpr, EARLY: gl.constexpr) -> None:
+    """Fetch the tiles from the first one on, each as soon as there is room; inputs once they are there."""
     STAGES: gl.constexpr = TILE.stages
+    units = first
+    for stage in gl.static_range(STAGES):
+        units = fetch_units(source, ring, stage, units, TILE)
+    wait_for_inputs(EARLY)
+    numbers = first
     for stage in gl.static_range(STAGES):
         numbers = fetch_x(source, ring, stage, numbers, TILE)
     stage = 0

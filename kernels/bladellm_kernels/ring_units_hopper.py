@@ -1,12 +1,13 @@
 """The linear layer of a `UnitWeight` for Hopper: codes come by the copy engine and become tensor-core operands.
 
-A program is some groups of four warps, which multiply, and a warp that keeps a ring of tiles in shared memory full, the
-first of them before the inputs are ready. Groups lie beside each other along the outputs, where they share the inputs
-of a tile, or take the tiles of the same outputs by turns, and add up their sums at the end; none waits for the others
-in between, so that one turns codes into numbers while the products of another run. The product is transposed: the left
-operand is the weight, in registers: matrices of units are read from shared memory in the order in which a product wants
-them, and turned into numbers there; the right operand is x as it lies in memory. Tiles are divided among the programs
-as in `linear_hopper`, evenly or by whole shares of a block.
+A program is some groups of four warps, which multiply, and a warp that keeps a ring of tiles in shared memory full: it
+asks for the units of the first ones before the inputs are ready, which each group waits for itself. Groups lie beside
+each other along the outputs, where they share the inputs of a tile, or take the tiles of the same outputs by turns, and
+add up their sums at the end; none waits for the others in between, so that one turns codes into numbers while the
+products of another run. The product is transposed: the left operand is the weight, in registers: matrices of units are
+read from shared memory in the order in which a product wants them, and turned into numbers there; the right operand is
+x as it lies in memory. Tiles are divided among the programs as in `linear_hopper`, evenly or by whole shares of a
+block.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from bladellm_kernels.linear_outputs_hopper import (
 from bladellm_kernels.linear_sums_hopper import join_segments, sums_layout
 from bladellm_kernels.ring_factors_hopper import block_factors, load_factors, prefetch_factors
 from bladellm_kernels.ring_products_hopper import Staged, add_products, most_registers, no_sums
-from bladellm_kernels.ring_tiles_hopper import Cursor, Source, fetch_units, fill_ring, new_meetings, new_ring
+from bladellm_kernels.ring_tiles_hopper import Cursor, Source, fill_ring, new_meetings, new_ring
 from bladellm_kernels.weight_units_triton import WeightArguments
 
 
@@ -90,16 +91,9 @@ def ring_units_kernel(
     first_token = gl.program_id(1) * TILE.rows
     source = Source(x, first_token, codes, length)
     ring, meetings = new_ring(y.dtype.element_ty, TILE), new_meetings(TILE)
-    # The copy engine sees the barriers.
+    # The copy engine sees the barriers, and so do all groups, which meet as they start.
     fence_async_shared()
-    gl.thread_barrier()
-    STAGES: gl.constexpr = TILE.stages
     first = Cursor(begin // length, begin % length, end - begin)
-    units = first
-    for stage in gl.static_range(STAGES):
-        units = fetch_units(source, ring, stage, units, TILE)
-    prefetch_factors(weight, begin, end, length, SHAPE, TILE)
-    wait_for_inputs(EARLY)
     y += first_token.to(gl.int64) * y_stride
     if front is not None:
         front = NormInFront(front.squares, gl.to_tensor(front.parts), front.eps)
@@ -108,7 +102,7 @@ def ring_units_kernel(
         bias, behind,
     )  # fmt: skip
     given = _as_tensors(weight), ring, meetings, front, outs, share, gl.to_tensor(columns)
-    _start_groups(given, (source, ring, units, first), SHAPE, TILE, SEGMENTS, FOLD)
+    _start_groups(given, (source, ring, first), SHAPE, TILE, SEGMENTS, FOLD, EARLY)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -135,6 +129,7 @@ def _start_groups(
     TILE: gl.constexpr,
     SEGMENTS: gl.constexpr,
     FOLD: gl.constexpr,
+    EARLY: gl.constexpr,
 ) -> None:
     """Groups of warps that multiply, and the warp that fetches for them; registers are dealt out to them anew."""
     GROUPS: gl.constexpr = TILE.wide * TILE.deep
@@ -142,9 +137,9 @@ def _start_groups(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_fetch, (fetched, TILE)),
+                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_fetch, (fetched, TILE, EARLY)),
             ],
             [4, 1],
             [MOST, 24],
@@ -152,10 +147,10 @@ def _start_groups(
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_fetch, (fetched, TILE)),
+                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_fetch, (fetched, TILE, EARLY)),
             ],
             [4, 4, 1],
             [MOST, MOST, 24],
@@ -163,11 +158,11 @@ def _start_groups(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_multiply, (3, work, SHAPE, TILE, SEGMENTS, FOLD)),
-                (_fetch, (fetched, TILE)),
+                (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_multiply, (3, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
+                (_fetch, (fetched, TILE, EARLY)),
             ],
             [4, 4, 4, 1],
             [MOST, MOST, MOST, 24],
@@ -175,9 +170,9 @@ def _start_groups(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _fetch(fetched: gl.tuple, TILE: gl.constexpr) -> None:
-    source, ring, units, numbers = fetched
-    fill_ring(source, ring, units, numbers, TILE)
+def _fetch(fetched: gl.tuple, TILE: gl.constexpr, EARLY: gl.constexpr) -> None:
+    source, ring, first = fetched
+    fill_ring(source, ring, first, TILE, EARLY)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -188,6 +183,7 @@ def _multiply(
     TILE: gl.constexpr,
     SEGMENTS: gl.constexpr,
     FOLD: gl.constexpr,
+    EARLY: gl.constexpr,
 ) -> None:
     """A group's outputs of a program's tiles, or of those whose turn is its own."""
     weight, ring, meetings, front, outs, share, columns = given
@@ -196,6 +192,9 @@ def _multiply(
     TURN: gl.constexpr = group // TILE.wide
     SLOTS: gl.constexpr = 2 * TILE.parts * TILE.outputs * TILE.rows
     partial = share.partial + PLACE * gl.num_programs(0) * SLOTS
+    if group == 0:
+        prefetch_factors(weight, share.begin, share.end, work.length, SHAPE, TILE)
+    wait_for_inputs(EARLY)
     factors = row_factors(front, outs.rows, columns, TILE)
     tile = share.begin
     met = 0

@@ -9,12 +9,13 @@ class Partitions:
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
+        self.count = 0
         self._alive = self._blocked = 0
         self._errors: list[BaseException] = []
 
     def run(self, works: list[Callable[[], None]]) -> None:
         """All of them to their ends; raises what the first one to fail raised."""
-        self._alive = len(works)
+        self.count = self._alive = len(works)
         threads = [threading.Thread(target=self._work, args=(work,)) for work in works]
         for thread in threads:
             thread.start()

@@ -119,7 +119,9 @@ class Machine:
         self, program: int | tuple[int, ...], programs: int, late_copies: bool, on_wait: Callable[[], None]
     ) -> None:
         self.program = program if isinstance(program, tuple) else (program,)
-        self.programs, self.on_wait, self.waited = programs, on_wait, False
+        self.programs, self.on_wait = programs, on_wait
+        # Partitions that waited for the kernels before; None: the program, before it had any.
+        self.waited: set[threading.Thread | None] = set()
         self.engine = CopyEngine(late_copies)
         self.assembled: list[list] = []
         self.copies = Later(late_copies)
@@ -161,7 +163,7 @@ class Machine:
 
     def write(self, described: Described, first, buffer: Shared) -> None:
         """A copy of shared memory that reads it when it is done."""
-        assert self.waited, "kernels before this one may still read what it writes"
+        assert self.has_waited(), "kernels before this one may still read what it writes"
         corner = [int(each) for each in first]
         self.written[threading.get_ident()].add(lambda: described.write(corner, buffer.data))
 
@@ -176,15 +178,26 @@ class Machine:
         self.engine.partitions = None
 
     def wait_for_inputs(self, early: bool) -> None:
-        self.on_wait()
-        self.waited = True
+        """Inputs come as late as they may: in partitions once all of them wait."""
+        partitions = self.engine.partitions
+        if partitions is None:
+            self.waited.add(None)
+            return self.on_wait()
+        self.waited.add(threading.current_thread())
+        if len(self.waited) == partitions.count:
+            self.on_wait()
+            partitions.progress()
+        return partitions.wait_until(lambda: len(self.waited) == partitions.count)
+
+    def has_waited(self) -> bool:
+        return None in self.waited or threading.current_thread() in self.waited
 
     def store(self, pointer: Pointer, value, mask=None) -> None:
-        assert self.waited, "kernels before this one may still read what it writes"
+        assert self.has_waited(), "kernels before this one may still read what it writes"
         pointer.store(value, mask)
 
     def atomic_add(self, pointer: Pointer, value, **order) -> torch.Tensor:
-        assert self.waited, "kernels before this one may still read what it adds to"
+        assert self.has_waited(), "kernels before this one may still read what it adds to"
         return pointer.add(value)
 
     def assembly(self, text: str, constraints: str, values: list, *types, **options) -> object:
