@@ -57,6 +57,17 @@ def inside_span(token: tl.tensor, position: tl.tensor, span: tl.tuple, SHAPE: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def is_whole(span: tl.tuple, SHAPE: tl.constexpr) -> tl.tensor:
+    """Whether the blocks of a span are all that its queries see."""
+    whole = span.kv_len >= 0
+    if SHAPE.reads == "own":
+        whole = span.lowest == 0
+    elif SHAPE.reads == "shared":
+        whole = span.kv_len < 0
+    return whole
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def block_granule(kv: tl.tuple, span: tl.tuple, block: tl.tensor, stop: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
     """The granule of a block that lies in one, loaded a step before it is needed; else anything."""
     granule = block

@@ -32,6 +32,7 @@ def decode_plan_kernel(
     programs: tl.tensor,
     sequences: tl.tensor,
     merges: tl.tensor,
+    empties: tl.tensor,
     batch: tl.tensor,
     count: tl.tensor,
     window: tl.tensor,
@@ -81,6 +82,9 @@ def decode_plan_kernel(
     merged = inside & ((segments != 1) | (SHARES & (skipped > 0)))
     tl.store(merges + tl.cumsum(merged.to(tl.int32)), sequence, mask=merged)
     tl.store(merges, tl.sum(merged.to(tl.int32)))
+    empty = inside & (segments == 0)
+    tl.store(empties + tl.cumsum(empty.to(tl.int32)), sequence, mask=empty)
+    tl.store(empties, tl.sum(empty.to(tl.int32)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -170,16 +174,19 @@ def launch(
     programs: torch.Tensor,
     sequences: torch.Tensor,
     merges: torch.Tensor,
+    empties: torch.Tensor,
 ) -> None:
-    """Fill `programs`, `sequences` and `merges` (see `DecodeWork`) for sequences of kv_lens; shares: tokens of each
-    that are not read with it, or None."""
+    """Fill `programs`, `sequences`, `merges` and `empties` (see `DecodeWork`) for sequences of kv_lens; shares:
+    tokens of each that are not read with it, or None."""
     batch, count = len(sequences), len(programs)
     if batch == 0:
         programs.zero_()
         merges.zero_()
+        empties.zero_()
         return
     decode_plan_kernel[(1,)](
-        kv_lens, kv_lens if shares is None else shares, programs, sequences, merges, batch, count, window or 0,
+        kv_lens, kv_lens if shares is None else shares, programs, sequences, merges, empties, batch, count,
+        window or 0,
         WINDOWED=window is not None,
         SHARES=shares is not None,
         QUERY_LEN=query_len,

@@ -21,9 +21,6 @@ from bladellm_kernels.power_of_two import power_of_two
 _SHARED_BYTES = 228 * 1024
 """Shared memory of an SM (sm_90)."""
 _TILE_BYTES = 32 * 1024
-_MANY_SEQUENCES = 64
-"""From so many on most programs have several, and small tiles lose less at their ends: on an H200 71 µs, not 74, at 128
-of 520 tokens in bfloat16, and 248.6, not 247.8, at 8 of 32,768."""
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
 _IDLE_NS = 3000
@@ -38,7 +35,8 @@ class DecodeSchedule:
     segment_blocks: blocks that a program could read in the time that starting and ending a segment takes it.
 
     idle_ns, stay_ns: so long programs stay on their SMs that have no work, or all programs, counted from when the next
-    kernel may start; 0 for not at all. See `_linger` of the kernel.
+    kernel may start; 0 for not at all. See `linger`.
+    fetched: warps of their own fetch, where there is a kernel for that (`ring_decode.py`); all stages are buffers then.
     """
 
     block_kv: int
@@ -48,12 +46,20 @@ class DecodeSchedule:
     segment_blocks: int = 2
     idle_ns: int = 0
     stay_ns: int = 0
+    fetched: bool = False
 
     def __post_init__(self) -> None:
         tokens = self.block_kv // self.warps
         if tokens < 16 or power_of_two(tokens) * self.warps != self.block_kv:
             raise ValueError(f"{self.warps} warps must share {self.block_kv} positions by a power of two from 16 on")
 
+
+FETCHED_SCHEDULES = {
+    512: DecodeSchedule(64, 3, 4, 2, fetched=True),
+    256: DecodeSchedule(64, 5, 4, 2, fetched=True),
+    128: DecodeSchedule(128, 4, 4, 2, fetched=True),
+}
+"""By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
 
 LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
@@ -74,8 +80,8 @@ def default_schedule(
     if light:
         if rows == 8 and _is_plain_512(head_dim, format, dtype):
             return next(schedule for most, schedule in LIGHT_SCHEDULES if batch <= most)
-        return replace(_filling_schedule(head_dim, format, dtype, rows, batch), idle_ns=_IDLE_NS)
-    return _filling_schedule(head_dim, format, dtype, rows, batch)
+        return replace(_filling_schedule(head_dim, format, dtype, rows), idle_ns=_IDLE_NS)
+    return _filling_schedule(head_dim, format, dtype, rows)
 
 
 def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
@@ -83,12 +89,12 @@ def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
     return not format.quantized and dtype.itemsize == 2 and power_of_two(head_dim) == 128
 
 
-def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows: int, batch: int) -> DecodeSchedule:
+def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows: int) -> DecodeSchedule:
     """Takes the whole of an SM."""
     token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
+    if rows == 8 and dtype.itemsize == 2 and token_bytes in FETCHED_SCHEDULES:
+        return FETCHED_SCHEDULES[token_bytes]
     block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
-    if rows == 8 and batch >= _MANY_SEQUENCES and _is_plain_512(head_dim, format, dtype):
-        return DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
     plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
     warps = 4
     # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
@@ -120,7 +126,8 @@ class DecodeWork:
     programs: int32 [C, 3]: first block, end of the blocks, sequence of the first one, of each program of a KV head.
     sequences: int32 [B, 5]: first and end of the sequence's blocks in the count over the batch, the block of the
     sequence that the first one is, number of the first segment, segments (0 for a sequence of length 0).
-    merges: int32 [1 + B]: how many sequences are not one segment, and these.
+    merges, empties: int32 [1 + B]: how many sequences are not one segment, and these; the same of those that are none.
+    arrived: int32 [B · tiles of the query rows of all KV heads], zeros: of counters in the kernel that merges itself.
     partial: float32 [segments, query_len · Hq, D] and lse: float32 [segments, query_len · Hq]: where partial states go.
     reads: "all"; "own": of each sequence what is behind its first shares[b] tokens, int64 [B], multiples of block_kv;
     or "shared": the sequences are beginnings that others share, the query_len others of each in shares, int64
@@ -131,6 +138,8 @@ class DecodeWork:
     programs: torch.Tensor
     sequences: torch.Tensor
     merges: torch.Tensor
+    empties: torch.Tensor
+    arrived: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
     window: int | None
@@ -176,6 +185,8 @@ class DecodeWorkspace:
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
+        lanes = kv_heads * max(self.tiles(count) for count in queries)
+        self.arrived = torch.zeros(max_batch * lanes, dtype=torch.int32, device=device)
 
     def rows(self, query_len: int) -> int:
         """Query rows of a KV head that one program takes."""
@@ -221,10 +232,14 @@ class DecodeWorkspace:
         count, schedule = self.programs(query_len, batch, light), self.schedule(query_len, batch, light)
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
+        # Each for itself: kernels are compiled for pointers at whole 16 bytes.
         merges = torch.empty(1 + batch, dtype=torch.int32, device=kv_lens.device)
+        empties = torch.empty_like(merges)
         skipped = shares if reads == "own" else None
-        launch(kv_lens, skipped, window, query_len, schedule, programs, sequences, merges)
+        launch(kv_lens, skipped, window, query_len, schedule, programs, sequences, merges, empties)
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(programs, sequences, merges, partial, lse, window, query_len, schedule, reads, shares)
+        return DecodeWork(
+            programs, sequences, merges, empties, self.arrived, partial, lse, window, query_len, schedule, reads, shares
+        )

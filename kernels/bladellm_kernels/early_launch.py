@@ -70,3 +70,21 @@ def stay_until(leaves: tl.tensor, STAY: tl.constexpr) -> None:
         # The clock overflows every 4 s, its differences do not.
         while clock() - leaves < 0:
             pass
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def linger(without_work: tl.tensor, IDLE: tl.constexpr, STAY: tl.constexpr) -> tl.tensor:
+    """Keep a program without work on its multiprocessor for IDLE ns, until the programs of the next linear layer have
+    theirs. Returns `leave_after` of those that have work.
+
+    They start where there is room: without this two of them share one of those that are left first, others have none,
+    and since each linear layer starts beside the one before it that goes on through the whole step (on an H200 4.8 ms
+    instead of 4.3 for one sequence of 512 tokens).
+    """
+    leaves = leave_after(STAY)
+    if IDLE > 0:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [without_work.to(tl.int32) * IDLE],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return leaves

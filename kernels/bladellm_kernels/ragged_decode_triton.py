@@ -9,14 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
+from bladellm_kernels import ring_decode
 from bladellm_kernels.decode_kv_triton import (
-    KvArguments,
     block_granule,
     block_tokens,
     inside_span,
+    is_whole,
     load_scales,
     load_units,
 )
+from bladellm_kernels.decode_launch import kv_arguments, register_limit
 from bladellm_kernels.decode_queries_triton import (
     PlanArguments,
     RowArguments,
@@ -25,25 +27,21 @@ from bladellm_kernels.decode_queries_triton import (
     load_sequence,
     turn_queries,
 )
-from bladellm_kernels.decode_shape import decode_shape, unit_strides
+from bladellm_kernels.decode_shape import decode_shape
 from bladellm_kernels.decode_states_triton import (
     StateArguments,
     join_warps,
     store_output,
     store_partial,
 )
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
-from bladellm_kernels.early_launch import early_launch, leave_after, let_next_start, stay_until, wait_for_inputs
+from bladellm_kernels.decode_work import DecodeWork
+from bladellm_kernels.early_launch import early_launch, let_next_start, linger, stay_until, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
-
-
-_REGISTERS = 65536
-"""Of an SM."""
 
 
 @triton.jit(
@@ -85,7 +83,7 @@ def ragged_decode_kernel(
     if SETTLED:
         wait_for_inputs(EARLY)
     let_next_start(EARLY)
-    leaves = _linger(block >= end, SHAPE)
+    leaves = linger(block >= end, SHAPE.idle_ns, SHAPE.stay_ns)
     numbers = load_queries(q, plan, sequence, block < end, head, row, SHAPE)
     granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
     while block < end:
@@ -99,7 +97,7 @@ def ragged_decode_kernel(
             state, next_granule = _attend(
                 queries, kv, span, next_span, granule, row, block + skipped, stop + skipped, window, SHAPE
             )
-            whole = (block == first) & (stop == last) & _is_whole(span, SHAPE)
+            whole = (block == first) & (stop == last) & is_whole(span, SHAPE)
             _store(state, out, states, whole, sequence, program + sequence, head, row, SHAPE)
             block = stop
         else:
@@ -110,24 +108,6 @@ def ragged_decode_kernel(
         numbers = next_numbers
         granule = next_granule
     stay_until(leaves, SHAPE.stay_ns)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _linger(without_work: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Keep a program without work on its SM until the programs of the next linear layer have theirs. Returns when one
-    may leave that had work.
-
-    They start where there is room: without this two of them share one of the SMs that are left first, others have none,
-    and since each linear layer starts beside the one before it that goes on through the whole step (on an H200 4.8 ms
-    instead of 4.3 for one sequence of 512 tokens).
-    """
-    leaves = leave_after(SHAPE.stay_ns)
-    if SHAPE.idle_ns > 0:
-        tl.inline_asm_elementwise(
-            "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [without_work.to(tl.int32) * SHAPE.idle_ns],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    return leaves
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -147,17 +127,6 @@ def _store(
         store_output(state, out, sequence, head, row, SHAPE)
     else:
         store_partial(state, states, segment, head, row, SHAPE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _is_whole(span: tl.tuple, SHAPE: tl.constexpr) -> tl.tensor:
-    """Whether the blocks of a span are all that its queries see."""
-    whole = span.kv_len >= 0
-    if SHAPE.reads == "own":
-        whole = span.lowest == 0
-    elif SHAPE.reads == "shared":
-        whole = span.kv_len < 0
-    return whole
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -319,8 +288,9 @@ def launch(
     out: torch.Tensor,
 ) -> None:
     """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
-    launch_segments(q, kv, base_rows, slots, kv_lens, scale, work, out)
-    merge_segments(work, out)
+    merged = launch_segments(q, kv, base_rows, slots, kv_lens, scale, work, out)
+    if not merged:
+        merge_segments(work, out)
 
 
 def launch_segments(
@@ -332,16 +302,19 @@ def launch_segments(
     scale: float,
     work: DecodeWork,
     out: torch.Tensor,
-) -> None:
-    """The outputs of sequences that are one segment, and the states of the others' segments."""
+) -> bool:
+    """The outputs of sequences that are one segment, and the states of the others' segments, or, if True is returned,
+    their outputs too."""
     shape = decode_shape(q, kv, work)
     schedule = work.schedule
+    if schedule.fetched and ring_decode.takes(q, kv, shape):
+        return ring_decode.launch(q, kv, base_rows, slots, kv_lens, scale, work, out, shape)
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
     early = early_launch(q.device)
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
         RowArguments(q, q.stride(0), q.stride(1)),
-        _kv_arguments(kv, shape.step, schedule.block_kv),
+        kv_arguments(kv, shape.step, schedule.block_kv),
         base_rows, slots, kv_lens, kv_lens if work.shares is None else work.shares, work.programs, work.sequences,
         RowArguments(out, out.stride(0), out.stride(1)),
         StateArguments(work.partial, work.lse),
@@ -349,29 +322,10 @@ def launch_segments(
         SHAPE=shape,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
-        num_stages=2 * schedule.stages - 1 if gathers else schedule.stages,
-        **_register_limit(schedule),
+        num_stages=2 * schedule.stages - 1 if gathers else schedule.stages + schedule.fetched,
+        **register_limit(32 * schedule.warps * schedule.ctas_per_sm),
         **early,
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.
     work.used = True
-
-
-def _kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
-    payload = kv.payload.view(torch.int16) if kv.format.quantized else kv.payload
-    row, head, value = (stride // step for stride in unit_strides(kv))
-    if row * step * block_kv >= 2**31:
-        raise ValueError(f"rows {row * step} units apart: {block_kv} of them must lie within 2^31")
-    # What is not there is not read.
-    scales = payload if kv.scales is None else kv.scales
-    granule, scale_head, scale_value, plane = (0, 0, 0, 0) if kv.scales is None else kv.scales.stride()[:-1]
-    table = payload if kv.table is None else kv.table
-    return KvArguments(
-        payload, row, head, value, scales, granule, scale_head, scale_value, plane, table, table.stride(0)
-    )
-
-
-def _register_limit(schedule: DecodeSchedule) -> dict[str, int]:
-    """An option that leaves registers for all programs of an SM."""
-    registers = _REGISTERS // (32 * schedule.warps * schedule.ctas_per_sm) // 8 * 8
-    return {"maxnreg": registers} if registers < 256 else {}
+    return False

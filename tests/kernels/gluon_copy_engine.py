@@ -94,8 +94,12 @@ class CopyEngine:
             barrier.complete(buffer.data.numel() * buffer.data.element_size())
             self.progress()
 
+        self.add(place, work)
+
+    def add(self, place, work: Callable[[], None]) -> None:
+        """Work that a barrier waits for."""
         if self.late:
-            barrier.late.append(work)
+            self.barriers[place.data.data_ptr()].late.append(work)
             self.progress()
         else:
             work()

@@ -5,17 +5,18 @@ from collections.abc import Callable
 
 
 class Partitions:
-    """Threads of which one at a time runs. AssertionError where all of them wait."""
+    """Threads of which one at a time runs. AssertionError where all of them wait, and `when_stuck` does not help: it
+    returns whether something came that one of them may wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, when_stuck: Callable[[], bool]) -> None:
         self._turn = threading.Condition()
-        self.count = 0
+        self._when_stuck = when_stuck
         self._alive = self._blocked = 0
         self._errors: list[BaseException] = []
 
     def run(self, works: list[Callable[[], None]]) -> None:
         """All of them to their ends; raises what the first one to fail raised."""
-        self.count = self._alive = len(works)
+        self._alive = len(works)
         threads = [threading.Thread(target=self._work, args=(work,)) for work in works]
         for thread in threads:
             thread.start()
@@ -28,6 +29,9 @@ class Partitions:
         """Let others run until then."""
         while not ready():
             self._blocked += 1
+            if self._blocked == self._alive and self._when_stuck():
+                self.progress()
+                continue
             assert self._blocked < self._alive, "the phase never ends: every partition waits"
             self._turn.wait()
             assert not self._errors, "another partition failed"

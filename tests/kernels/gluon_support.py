@@ -86,6 +86,10 @@ class Shared:
     def reshape(self, shape) -> "Shared":
         return Shared(self.data.view(shape))
 
+    def _reinterpret(self, dtype, shape, layout) -> "Shared":
+        assert dtype == self.dtype
+        return self.reshape(shape)
+
     def store(self, value) -> None:
         self.data.copy_(value)
 
@@ -122,6 +126,7 @@ class Machine:
         self.programs, self.on_wait = programs, on_wait
         # Partitions that waited for the kernels before; None: the program, before it had any.
         self.waited: set[threading.Thread | None] = set()
+        self.complete = False
         self.engine = CopyEngine(late_copies)
         self.assembled: list[list] = []
         self.copies = Later(late_copies)
@@ -139,6 +144,18 @@ class Machine:
             self.group.append(work)
         else:
             work()
+
+    def arrive_with_copies(self, place, increment_count: bool) -> None:
+        """All threads' arrivals, once the copies are there."""
+        assert not increment_count
+        group, self.group = self.group, []
+
+        def work() -> None:
+            for copy in group:
+                copy()
+            self.engine.arrive(place, self.engine.barriers[place.data.data_ptr()].count)
+
+        self.engine.add(place, work)
 
     def commit(self) -> None:
         group, self.group = self.group, []
@@ -172,22 +189,28 @@ class Machine:
 
     def specialize(self, functions: list[tuple], warps: list[int], registers: list[int]) -> None:
         """Every function in a partition of its own, to their ends."""
-        self.engine.partitions = Partitions()
+        self.engine.partitions = Partitions(self.let_inputs_come)
         self.engine.partitions.run([partial(function, *arguments) for function, arguments in functions])
         assert not any(later.work for later in self.written.values() if later.late)
         self.engine.partitions = None
 
     def wait_for_inputs(self, early: bool) -> None:
-        """Inputs come as late as they may: in partitions once all of them wait."""
+        """Inputs come as late as they may: in partitions once none can go on without."""
         partitions = self.engine.partitions
         if partitions is None:
             self.waited.add(None)
-            return self.on_wait()
-        self.waited.add(threading.current_thread())
-        if len(self.waited) == partitions.count:
+            self.let_inputs_come()
+        else:
+            self.waited.add(threading.current_thread())
+            partitions.wait_until(lambda: self.complete)
+
+    def let_inputs_come(self) -> bool:
+        """Whether they were wanted and not there."""
+        comes = bool(self.waited) and not self.complete
+        if comes:
+            self.complete = True
             self.on_wait()
-            partitions.progress()
-        return partitions.wait_until(lambda: len(self.waited) == partitions.count)
+        return comes
 
     def has_waited(self) -> bool:
         return None in self.waited or threading.current_thread() in self.waited
@@ -201,6 +224,8 @@ class Machine:
         return pointer.add(value)
 
     def assembly(self, text: str, constraints: str, values: list, *types, **options) -> object:
+        if text.startswith("fence."):
+            return None
         if text.startswith("bar."):
             return self.engine.meet(*text.split(";")[0].replace(",", "").split())
         if text.startswith("cvt.rn.bf16x2"):
@@ -250,7 +275,10 @@ class Machine:
             "tl": gl,
             **engine,
             "async_copy": anything(
-                async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.copies.wait
+                async_copy_global_to_shared=self.copy,
+                commit_group=self.commit,
+                wait_group=self.copies.wait,
+                mbarrier_arrive=self.arrive_with_copies,
             ),
             "mma_v2": lambda a, b, acc: acc + a.float() @ b.float(),
             "warpgroup_mma": self.multiply,

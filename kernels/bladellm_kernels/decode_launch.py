@@ -1,0 +1,31 @@
+"""What launches of the decode kernels have in common: the memory as their arguments, and a limit of registers."""
+
+import torch
+
+from bladellm_kernels.decode_kv_triton import KvArguments
+from bladellm_kernels.decode_shape import unit_strides
+from bladellm_kernels.kv_layer import KvLayer
+
+_REGISTERS = 65536
+"""Of an SM."""
+
+
+def kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
+    """A layer, its strides in steps of `step` units."""
+    payload = kv.payload.view(torch.int16) if kv.format.quantized else kv.payload
+    row, head, value = (stride // step for stride in unit_strides(kv))
+    if row * step * block_kv >= 2**31:
+        raise ValueError(f"rows {row * step} units apart: {block_kv} of them must lie within 2^31")
+    # What is not there is not read.
+    scales = payload if kv.scales is None else kv.scales
+    granule, scale_head, scale_value, plane = (0, 0, 0, 0) if kv.scales is None else kv.scales.stride()[:-1]
+    table = payload if kv.table is None else kv.table
+    return KvArguments(
+        payload, row, head, value, scales, granule, scale_head, scale_value, plane, table, table.stride(0)
+    )
+
+
+def register_limit(threads: int) -> dict[str, int]:
+    """An option that leaves registers for so many threads, all those of an SM."""
+    registers = _REGISTERS // threads // 8 * 8
+    return {"maxnreg": registers} if registers < 256 else {}

@@ -1,0 +1,197 @@
+"""The ring of `ring_decode_hopper` in shared memory, and the warps that fill it with blocks of keys and values."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from bladellm_kernels.decode_kv_triton import block_granule
+from bladellm_kernels.decode_queries_triton import first_granule, load_sequence
+from bladellm_kernels.decode_shape import DecodeShape
+from bladellm_kernels.early_launch import wait_for_inputs
+
+FETCHING_WARPS = gl.constexpr(4)
+"""Registers are dealt out by groups of four, and one warp alone does not find the addresses of all copies in time: on
+an H200 64 µs, not 74, at 64 sequences of 1,024 tokens."""
+FETCHING_REGISTERS = gl.constexpr(56)
+"""Of a thread that fetches."""
+
+
+class Ring(NamedTuple):
+    """Of every stage a block, [2, warps, tokens, units], as which its keys and values are fetched together; the same as
+    `units`, [warps, tokens, units] of keys and then of values; the words of their scales and zeros, `scale_planes` of
+    [warps, tokens / 2]; and barriers that say that they are here (`full`) or have been read (`empty`)."""
+
+    blocks: gl.shared_memory_descriptor
+    units: gl.shared_memory_descriptor
+    words: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Range(NamedTuple):
+    """Blocks [block, end) of a program, the first of them of `sequence`, for a KV head."""
+
+    block: gl.tensor
+    end: gl.tensor
+    sequence: gl.tensor
+    head: gl.tensor
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def units_layout(units: int, rank: int) -> gl.SwizzledSharedLayout:
+    """Of rows of units of 16 bits, of which a matrix takes 8 without two in one bank."""
+    rows_a_line = max(1, 64 // units)
+    return gl.SwizzledSharedLayout(8, rows_a_line, max(1, 8 // rows_a_line), list(reversed(range(rank))))
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def copy_layout(units: int) -> gl.BlockedLayout:
+    """Of a block [2, warps, tokens, units] over the threads that fetch it, 16 bytes each: a token's key and value lie
+    beside each other in memory, and are asked for at once."""
+    across = min(units // 8, 32)
+    both = 2 if across < 32 else 1
+    return gl.BlockedLayout([1, 1, 1, 8], [both, 1, 32 // (both * across), across], [1, 4, 1, 1], [3, 0, 2, 1])
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def words_copy_layout(words: int) -> gl.BlockedLayout:
+    """The same of [warps, words]: 4 bytes each."""
+    return gl.BlockedLayout([1, 1], [32 // words, words], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def scale_planes(shape: DecodeShape) -> int:
+    """Of keys and of values together."""
+    return 2 * (1 + shape.affine) if shape.scaled else 0
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> Ring:
+    WARPS: gl.constexpr = SHAPE.warps
+    TOKENS: gl.constexpr = SHAPE.tokens
+    UNITS: gl.constexpr = SHAPE.units
+    PLANES: gl.constexpr = scale_planes(SHAPE)
+    blocks = gl.allocate_shared_memory(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 4))
+    units = blocks._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 3))
+    words: gl.tuple = ()
+    if PLANES > 0:
+        WORDS_SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        words += (gl.allocate_shared_memory(gl.int32, [STAGES * PLANES, WARPS, TOKENS // 2], WORDS_SHARED),)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=32 * FETCHING_WARPS)
+        mbarrier.init(empty.index(stage), count=1)
+    return Ring(blocks, units, words, full, empty)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def token_of_row(row: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
+    """Which token of a warp's a row of its tile is: of every 16 with scales first the even ones, since a thread's rows
+    of a tensor core tile lie 8 apart, and so share a word of scales."""
+    token = row
+    if SHAPE.scaled:
+        token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+    return token
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def fetch_blocks(
+    ring: gl.tuple,
+    kv: gl.tuple,
+    plan: gl.tuple,
+    work: gl.tuple,
+    window: gl.tensor,
+    SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+) -> None:
+    """Fetch a program's blocks, one behind the other through all its sequences, each as soon as there is room.
+
+    Nothing but the newest tokens, which the kernel before this one writes, is waited for.
+    """
+    block, end, sequence, head = work
+    first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
+    granule = first_granule(kv, span, (span.lowest // SHAPE.block_kv + block - first) * SHAPE.block_kv, SHAPE)
+    step = 0
+    while block < end:
+        coming = load_sequence(plan, sequence + 1, last < end, head, window, SHAPE)
+        stop = gl.minimum(last, end)
+        skipped = span.lowest // SHAPE.block_kv - first
+        for each in range(block + skipped, stop + skipped):
+            position = each * SHAPE.block_kv
+            if position + SHAPE.block_kv > span.kv_len - SHAPE.query_len:
+                wait_for_inputs(EARLY)
+            stage = step % STAGES
+            # The first turn waits for the phase before the first one, which has ended.
+            mbarrier.wait(ring.empty.index(stage), (step // STAGES + 1) & 1)
+            _fetch_block(ring, kv, span, position, granule, stage, SHAPE)
+            # Asked for a block before it is needed.
+            granule = block_granule(kv, span, each + 1, stop + skipped, SHAPE)
+            step += 1
+        block = gl.maximum(stop, block)
+        sequence = sequence + 1
+        first, last, span = coming
+        granule = first_granule(kv, span, span.lowest, SHAPE)
+    # Whoever ends says that the kernels before it have ended, too.
+    wait_for_inputs(EARLY)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_block(
+    ring: gl.tuple,
+    kv: gl.tuple,
+    span: gl.tuple,
+    position: gl.tensor,
+    granule: gl.tensor,
+    stage: gl.tensor,
+    SHAPE: gl.constexpr,
+) -> None:
+    """Start to copy the block at `position` of a granule; outside the span nothing is read, and zeros are left."""
+    LAYOUT: gl.constexpr = copy_layout(SHAPE.units)
+    value = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    row = gl.arange(0, SHAPE.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    unit = gl.arange(0, SHAPE.units, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    token = (warp * SHAPE.tokens)[None, :, None, None] + token_of_row(row, SHAPE)[None, None, :, None]
+    token = token + (value * 0)[:, None, None, None]
+    first = span.base_row + position
+    if SHAPE.paged:
+        first = granule.to(gl.int64) * SHAPE.granule_tokens + position % SHAPE.granule_tokens
+    payload = kv.payload + (span.head.to(gl.int64) * kv.head_stride + first * kv.row_stride) * SHAPE.step
+    offset = token * kv.row_stride * SHAPE.step + (value * kv.value_stride * SHAPE.step)[:, None, None, None]
+    inside = token < span.kv_len - position
+    if SHAPE.windowed:
+        inside &= token >= span.lowest - position
+    places = payload + (offset + unit[None, None, None, :])
+    async_copy.async_copy_global_to_shared(ring.blocks.index(stage), places, mask=inside)
+    if SHAPE.scaled:
+        _fetch_words(ring.words[0], stage, kv, granule, span.head, position, SHAPE)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_words(
+    words: gl.shared_memory_descriptor,
+    stage: gl.tensor,
+    kv: gl.tuple,
+    granule: gl.tensor,
+    head: gl.tensor,
+    position: gl.tensor,
+    SHAPE: gl.constexpr,
+) -> None:
+    """The scales and zeros of a block, which lies in a granule; a word holds two, and strides count words."""
+    COUNT: gl.constexpr = SHAPE.tokens // 2
+    PLANES: gl.constexpr = scale_planes(SHAPE)
+    LAYOUT: gl.constexpr = words_copy_layout(COUNT)
+    warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(1, LAYOUT))
+    pair = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    first = kv.scales + granule.to(gl.int64) * kv.scale_granule_stride + head * kv.scale_head_stride
+    first += position % SHAPE.granule_tokens // 2
+    for plane in gl.static_range(PLANES):
+        offset = plane // (PLANES // 2) * kv.scale_value_stride + plane % (PLANES // 2) * kv.scale_plane_stride
+        places = first + offset + ((warp * COUNT)[:, None] + pair[None, :])
+        async_copy.async_copy_global_to_shared(words.index(stage * PLANES + plane), places)

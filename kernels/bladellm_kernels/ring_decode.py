@@ -1,0 +1,85 @@
+"""Launches `ring_decode_kernel`."""
+
+import torch
+
+from bladellm_kernels.decode_kv_triton import KvArguments
+from bladellm_kernels.decode_launch import kv_arguments, register_limit
+from bladellm_kernels.decode_queries_triton import RowArguments
+from bladellm_kernels.decode_results_hopper import States
+from bladellm_kernels.decode_ring_hopper import FETCHING_WARPS
+from bladellm_kernels.decode_shape import DecodeShape
+from bladellm_kernels.decode_work import DecodeWork
+from bladellm_kernels.early_launch import early_launch
+from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.ring_decode_hopper import ring_decode_kernel
+
+_STEP_BYTES = 16
+"""That a thread fetches at once."""
+_WARPS = 4
+"""Registers are dealt out by groups of as many."""
+_MOST_SEGMENTS = 4
+"""Of a sequence, on average, that the last program to have one merges."""
+
+
+def takes(q: torch.Tensor, kv: KvLayer, shape: DecodeShape) -> bool:
+    """Whether the kernel can do it: 16-bit queries on a Hopper, blocks of four warps that lie in a granule, and numbers
+    of a head at whole 16 bytes."""
+    if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return False
+    aligned = shape.step * 2 == _STEP_BYTES and kv.payload.data_ptr() % _STEP_BYTES == 0
+    whole = shape.one_granule and shape.units == shape.units_padded
+    return q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
+
+
+def launch(
+    q: torch.Tensor,
+    kv: KvLayer,
+    base_rows: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    work: DecodeWork,
+    out: torch.Tensor,
+    shape: DecodeShape,
+) -> bool:
+    """The outputs of sequences that are one segment, and, where True is returned, of all others; else their states."""
+    schedule = work.schedule
+    # Of few sequences, many segments each, a kernel merges all rows at once.
+    joined = work.reads == "all" and len(work.programs) <= _MOST_SEGMENTS * len(work.sequences)
+    # Those that stay leave the other half of an SM to the next kernel.
+    ctas_per_sm = max(schedule.ctas_per_sm, 2) if schedule.idle_ns or schedule.stay_ns else schedule.ctas_per_sm
+    early = early_launch(q.device)
+    ring_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
+        RowArguments(q, q.stride(0), q.stride(1)),
+        _in_words(kv_arguments(kv, shape.step, schedule.block_kv), kv),
+        base_rows, slots, kv_lens, kv_lens if work.shares is None else work.shares, work.programs, work.sequences,
+        work.empties,
+        RowArguments(out, out.stride(0), out.stride(1)),
+        States(work.partial, work.lse, work.arrived),
+        scale, work.window or 0,
+        SHAPE=shape,
+        STAGES=schedule.stages,
+        JOINED=joined,
+        SETTLED=early["EARLY"] and work.used,
+        num_warps=schedule.warps,
+        **register_limit(32 * (schedule.warps + FETCHING_WARPS.value) * ctas_per_sm),
+        **early,
+    )  # fmt: skip
+    # It let the next kernel start only when its own inputs, the plan among them, were complete.
+    work.used = True
+    return joined
+
+
+def _in_words(arguments: KvArguments, kv: KvLayer) -> KvArguments:
+    """With scales as words of two."""
+    if kv.scales is None:
+        return arguments
+    words = kv.scales.view(torch.int32)
+    granule, head, value, plane = words.stride()[:-1]
+    return arguments._replace(
+        scales=words,
+        scale_granule_stride=granule,
+        scale_head_stride=head,
+        scale_value_stride=value,
+        scale_plane_stride=plane,
+    )
