@@ -4,11 +4,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bladellm_kernels.linear_schedules import CublasLtSchedule, Entry, LinearSchedule, ScheduleTable
+from bladellm_kernels.linear_schedules import (
+    CublasLtSchedule,
+    Entry,
+    LinearSchedule,
+    ScheduleTable,
+    default_schedule,
+)
 from linear_step import Shape
 
 LEAST_GAIN = 0.01
 """Share of torch's time that another schedule must save: less may be noise."""
+RULE_ROWS = (2, 8, 16)
+"""The most rows of each schedule of `default_schedule`."""
 REACH = 0.75
 """Of the rows an algorithm was measured with, from how many on it is taken: below, tiles of many rows are wasted."""
 
@@ -54,14 +62,15 @@ def gain(usual: float, best: float) -> str:
 def merged(base: ScheduleTable, choices: Sequence[Choice]) -> ScheduleTable:
     """The base with what was chosen: of a shape all entries from the fewest to the most rows measured are new.
 
-    Where more rows than `REACH` leaves lie between an algorithm and the entry before, the lower ones are cuBLAS's.
+    A shape that the base does not have keeps the rule's schedules below the fewest rows measured. Where more rows than
+    `REACH` leaves lie between an algorithm and the entry before, the lower ones are cuBLAS's.
     """
     entries = {key: list(known) for key, known in base.entries.items()}
     measured: dict[tuple[int, int, bool], dict[int, LinearSchedule | None]] = {}
     for choice in choices:
         measured.setdefault((choice.shape.rows, choice.shape.inputs, False), {})[choice.rows] = choice.best
     for key, chosen in measured.items():
-        kept = [entry for entry in entries.get(key, []) if entry.rows < min(chosen)]
+        kept = [entry for entry in entries.get(key, rule_entries()) if entry.rows < min(chosen)]
         for rows in sorted(chosen):
             lower = math.ceil(REACH * rows) - 1
             before = kept[-1].rows if kept else 0
@@ -70,6 +79,11 @@ def merged(base: ScheduleTable, choices: Sequence[Choice]) -> ScheduleTable:
             kept.append(Entry(rows, chosen[rows]))
         entries[key] = kept + [entry for entry in entries.get(key, []) if entry.rows > max(chosen)]
     return ScheduleTable(entries, base.norm_rows)
+
+
+def rule_entries() -> list[Entry]:
+    """What `default_schedule` says of few rows."""
+    return [Entry(rows, default_schedule(rows)) for rows in RULE_ROWS]
 
 
 def step_lines(choices: Sequence[Choice], layers: int) -> str:

@@ -248,6 +248,16 @@ def test_a_measured_table_takes_what_is_faster_and_reaches_a_little_below(script
     assert script.step_lines(choices, 10).splitlines()[2] == "| 32 | o | 0.100 | 0.080 | 20.0 |"
 
 
+def test_a_shape_that_is_new_in_a_table_keeps_the_rule_below_what_was_measured(script):
+    """The table stands in for the rule once it has the shape."""
+    from bladellm_kernels.linear_schedules import default_schedule
+
+    choice = script.Choice(importlib.import_module("linear_step").Shape("qkv", 4608, 3584), 32, 20.0, 20.0, {}, {})
+    table = script.merged(ScheduleTable(), [choice])
+    for rows in range(1, 33):
+        assert table.choose(rows, 4608, 3584) == default_schedule(rows)
+
+
 def test_layers_with_adapters_behind_them_begin_with_the_schedules_of_their_weights(script):
     kernel, shape = DotSchedule(64, 64, 64), importlib.import_module("linear_step").Shape
     base = ScheduleTable({(90, 32, False): [Entry(16, kernel)]})
