@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -89,14 +90,23 @@ async def measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[Sw
 
 
 async def call(words: list[str]) -> None:
-    """Run a command to its end. Raises `UserError` when it fails."""
+    """Run a command to its end, or until this task is cancelled. Raises `UserError` when it fails."""
     process = await asyncio.create_subprocess_exec(*words)
-    if code := await process.wait():
+    try:
+        code = await process.wait()
+    except asyncio.CancelledError:
+        process.terminate()
+        await process.wait()
+        raise
+    if code:
         raise UserError(f"blade_llm_bench ended with {code}")
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure both servers one after the other, and set them side by side."""
+    """Measure both servers one after the other, and set them side by side. SIGTERM ends it as Ctrl-C does: no server
+    stays."""
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     args.out.mkdir(parents=True, exist_ok=True)
     endpoints = [our_server(args), *([peer_server(args)] if args.peer else [])]
     sweeps: list[Sweep] = []
@@ -169,6 +179,8 @@ def main() -> None:
         found = asyncio.run(run(args))
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
     (args.out / "online.json").write_text(json.dumps(found, indent=2) + "\n")
     print(table(found["rows"]))
 

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -169,6 +172,21 @@ def test_waits_for_mappings_are_told_apart(monkeypatch, views, tokens, seconds, 
     assert trace.waits[0].decode == (tokens == 1)
     assert (found["waits"], found["late"]) == ({cause: 1}, {cause: 1} if after else {})
     assert found["wait_us_median"] == found["wait_us_p99"] == pytest.approx(1e6 * seconds)
+
+
+@pytest.mark.slow
+def test_a_measurement_under_load_that_is_told_to_end_leaves_no_server(tmp_path):
+    flags = ["--device", "cpu", "--load_format", "auto", "--max_model_len", "2048", "--qps", "1", "--loads", "poisson"]
+    script = ROOT / "recipes" / "benchmarks" / "online.py"
+    words = [sys.executable, str(script), str(ROOT / DEMO), "--out", str(tmp_path), *flags]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert "ready after" in process.stdout.readline()
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert started
+        process.terminate()
+        process.stdout.read()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 @pytest.mark.parametrize("start", drawn_of(["first", "dummy"], 1))
