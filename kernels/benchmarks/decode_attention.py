@@ -165,17 +165,17 @@ def measure(
 @contextmanager
 def varied(variant: str) -> Iterator[None]:
     """The kernels `as_is`, `apart`, `late` (no kernel starts before the one ahead has ended), or `unmerged`, to know
-    what the merges take."""
+    what the merges of a kernel behind take."""
     if variant in ("as_is", "apart"):
         yield
         return
-    from bladellm_kernels import merge_attention_triton, ragged_decode_triton
+    from bladellm_kernels import merge_attention_triton, ragged_decode_triton, ring_decode
 
     with ExitStack() as patches:
         if variant == "unmerged":
             patches.enter_context(patch.object(ragged_decode_triton, "merge_segments", lambda *given: None))
         else:
-            for module in (merge_attention_triton, ragged_decode_triton):
+            for module in (merge_attention_triton, ragged_decode_triton, ring_decode):
                 patches.enter_context(patch.object(module, "early_launch", lambda device: {"EARLY": False}))
         yield
 
@@ -293,7 +293,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", type=int, default=[1], help="layers interleaved in a row of memory")
     parser.add_argument("--granule_tokens", type=int, default=256)
     parser.add_argument(
-        "--schedules", nargs="+", default=[], help="block_kv,stages,warps,ctas_per_sm,segment_blocks; else default"
+        "--schedules",
+        nargs="+",
+        default=[],
+        help="fields of DecodeSchedule: block_kv,stages,warps,ctas_per_sm[,segment_blocks,idle_ns,stay_ns,fetched]",
     )
     parser.add_argument("--variants", nargs="+", default=["as_is"], choices=["as_is", "apart", "late", "unmerged"])
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")
