@@ -6,12 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from bladellm_kernels.decode_shape import DecodeShape
+from bladellm_kernels.decode_states_triton import LN2
 from bladellm_kernels.decode_steps_hopper import rows_layout
 from bladellm_kernels.kv_codes_triton import part_number
+from bladellm_kernels.merge_attention_triton import LOWEST
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-1e30)
-"""Below every logarithm, and finite: -inf - LOWEST is no NaN."""
 TOGETHER = gl.constexpr(4)
 """Segments that are asked for at once."""
 

@@ -7,13 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from bladellm_kernels.decode_queries_triton import LOG2E
 from bladellm_kernels.decode_ring_hopper import scale_planes, token_of_row
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.kv_codes_triton import part_number, separate_values, unit_numbers
-
-LOWEST = gl.constexpr(-1e30)
-"""Below every score, and finite: -inf - LOWEST and LOWEST - LOWEST are no NaN."""
-LOG2E = gl.constexpr(1.4426950408889634)
+from bladellm_kernels.merge_attention_triton import LOWEST
 
 
 class Queries(NamedTuple):
@@ -104,9 +102,9 @@ def turn_queries(parts: gl.tuple, scale: gl.tensor, SHAPE: gl.constexpr) -> Quer
     """Queries against quantized memory become float16, with the largest of a row between 1 and 2."""
     PARTS: gl.constexpr = SHAPE.parts
     ROWS: gl.constexpr = rows_layout(SHAPE)
-    sums = gl.sum(parts[0].to(gl.float32), 1)
-    factor = sums * 0.0 + scale * LOG2E
-    shrink = sums * 0.0 + 1.0
+    sums = gl.full((SHAPE.warps, SHAPE.rows), 0.0, gl.float32, gl.SliceLayout(1, operand_layout(SHAPE, 1)))
+    factor = sums + scale * LOG2E
+    shrink = sums + 1.0
     if SHAPE.scaled:
         highest = gl.max(gl.abs(parts[0].to(gl.float32)), 1)
         for part in gl.static_range(1, PARTS):
@@ -116,12 +114,11 @@ def turn_queries(parts: gl.tuple, scale: gl.tensor, SHAPE: gl.constexpr) -> Quer
         factor *= exponent.to(gl.float32, bitcast=True)
         shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
     turned: gl.tuple = ()
-    sums *= 0.0
     for part in gl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled:
             numbers = (numbers.to(gl.float32) * shrink[:, None, :]).to(gl.float16)
-        sums += gl.sum(numbers.to(gl.float32), 1)
+        sums = sums + gl.sum(numbers.to(gl.float32), 1)
         if PARTS == 4 and part % 2 == 0:
             # As upper nibbles count.
             numbers = (numbers.to(gl.float32) * 16).to(numbers.dtype)

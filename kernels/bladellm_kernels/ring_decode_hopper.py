@@ -72,7 +72,7 @@ def ring_decode_kernel(
     gl.warp_specialize(
         [
             (_attend, (given, SHAPE, STAGES, JOINED, EARLY)),
-            (_fetch, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY)),
+            (fetch_blocks, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY)),
         ],
         [FETCHING_WARPS],
         [FETCHING_REGISTERS],
@@ -88,14 +88,6 @@ def _as_tensors(kv: gl.tuple) -> KvArguments:
         gl.to_tensor(kv.scale_value_stride), gl.to_tensor(kv.scale_plane_stride), kv.table,
         gl.to_tensor(kv.table_stride),
     )  # fmt: skip
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _fetch(
-    ring: gl.tuple, kv: gl.tuple, plan: gl.tuple, work: gl.tuple, window: gl.tensor, SHAPE: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
-) -> None:  # fmt: skip
-    fetch_blocks(ring, kv, plan, work, window, SHAPE, STAGES, EARLY)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
