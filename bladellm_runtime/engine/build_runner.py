@@ -129,7 +129,7 @@ def build_runner(
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec, stages)
     limits = scheduler_limits(args, spec, max_model_len)
     with times.phase("plan attention"):
-        workspace = decode_workspace(spec, kv_spec.num_slots, shape, device)
+        workspace = decode_workspace(spec, kv_spec.num_slots, shape, device, args.attn_cls == "paged")
         planned = plan_prefill(spec, dtype, arena, limits)
     stage = place.stage(args, others, model.ends, device)
     runner = ModelRunner(model, arena, sampling, workspace, rotation, planned, stage)
@@ -215,11 +215,14 @@ def allocate_kv(
     return kv_spec, arena
 
 
-def decode_workspace(spec: ModelSpec, num_slots: int, shape: KvShape, device: torch.device) -> DecodeWorkspace | None:
+def decode_workspace(
+    spec: ModelSpec, num_slots: int, shape: KvShape, device: torch.device, paged: bool
+) -> DecodeWorkspace | None:
     """Where decode attention on a GPU plans and keeps parts of its results; a CPU needs none."""
     if device.type != "cuda":
         return None
-    return DecodeWorkspace(device, num_slots, spec.heads, spec.kv_heads, spec.head_dim, 1, shape.format, shape.dtype)
+    heads = (spec.heads, spec.kv_heads, spec.head_dim)
+    return DecodeWorkspace(device, num_slots, *heads, 1, shape.format, shape.dtype, paged=paged)
 
 
 def capture_steps(

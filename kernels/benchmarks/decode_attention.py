@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, row_tile
 from bladellm_kernels.has_triton import has_triton
+from bladellm_kernels.hopper_device import is_hopper
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 from decode_problem import LEAST_CALLS, Inputs, Problem, lengths, make_inputs
@@ -141,7 +142,8 @@ def measure(
     expected = reference(problem, inputs) if arguments.check else None
     results = []
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
-    plans = schedules or [default_schedule(problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))]
+    shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
+    plans = schedules or [default_schedule(*shape, fetches=is_hopper(device) and not problem.paged)]
     for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:

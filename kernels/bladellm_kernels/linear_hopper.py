@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
+from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.linear_division_hopper import Division, block_segments, tiles_of
 from bladellm_kernels.linear_outputs_hopper import Outputs, finish, norm_weight_of, residual_of_few_rows, row_factors
 from bladellm_kernels.linear_sums_hopper import join_segments, zeros
@@ -234,7 +235,7 @@ def _write_block(
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a launch can do it: half precision on a Hopper, rows of both in and at whole 16 bytes."""
-    if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if not on_hopper(x):
         return False
     return x.dtype in (torch.float16, torch.bfloat16) and x.shape[1] % 8 == 0 and fits(x) and fits(weight)
 

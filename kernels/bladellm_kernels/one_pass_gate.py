@@ -3,6 +3,7 @@
 import torch
 
 from bladellm_kernels.has_triton import has_triton
+from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.kv_layer import KvLayer
 
 HEAD_DIMS = (64, 128)
@@ -16,11 +17,9 @@ def one_pass_serves(kv: KvLayer, dtype: torch.dtype) -> bool:
 
 def one_pass_serves_numbers(kv: KvLayer, dtype: torch.dtype) -> bool:
     """The same on numbers made of the layer's codes."""
-    device = kv.payload.device
-    if not kv.payload.is_cuda or not has_triton() or torch.version.hip is not None:
+    if not has_triton() or not on_hopper(kv.payload):
         return False
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and dtype in (torch.float16, torch.bfloat16) and kv.head_dim in HEAD_DIMS
+    return dtype in (torch.float16, torch.bfloat16) and kv.head_dim in HEAD_DIMS
 
 
 def one_pass_takes(q: torch.Tensor, kv: KvLayer, window: int | None, longest: int, out: torch.Tensor) -> bool:

@@ -77,7 +77,9 @@ def _work(
 ) -> DecodeWork:
     if work is None:
         batch, (heads, head_dim) = len(kv_lens), q.shape[1:]
-        workspace = DecodeWorkspace(q.device, batch, heads, kv.kv_heads, head_dim, query_len, kv.format, q.dtype)
+        workspace = DecodeWorkspace(
+            q.device, batch, heads, kv.kv_heads, head_dim, query_len, kv.format, q.dtype, paged=kv.paged
+        )
         return workspace.plan(kv_lens, window, query_len)
     if work.window != window or work.query_len != query_len or len(work.sequences) != len(kv_lens):
         raise ValueError(

@@ -10,6 +10,7 @@ from bladellm_kernels.decode_ring_hopper import FETCHING_WARPS
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch
+from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.ring_decode_hopper import ring_decode_kernel
 
@@ -24,11 +25,9 @@ _MOST_SEGMENTS = 4
 def takes(q: torch.Tensor, kv: KvLayer, shape: DecodeShape) -> bool:
     """Whether the kernel can do it: 16-bit queries on a Hopper, blocks of four warps that lie in a granule, and numbers
     of a head at whole 16 bytes."""
-    if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device)[0] != 9:
-        return False
     aligned = shape.step * 2 == _STEP_BYTES and kv.payload.data_ptr() % _STEP_BYTES == 0
     whole = shape.one_granule and shape.units == shape.units_padded
-    return q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
+    return on_hopper(q) and q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
 
 
 def launch(

@@ -155,9 +155,9 @@ def resources(compiled, folder: Path) -> tuple[int, int]:
 def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load):
     """Compiled by default: programs fit an SM as planned, nothing spills, and tiles come in copies of 16 bytes.
 
-    load: the batch, and whether the schedule is a light one.
+    load: the batch, and whether the schedule is a light one. Where no warps of their own fetch.
     """
-    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16, **load)
+    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16, fetches=False, **load)
     tokens = 16 if paged else 256
     case = decode_case(format_name, torch.bfloat16, heads, [5, 9], granule_tokens=tokens, paged=paged)
     compiled = compiled_for_hopper(monkeypatch, case, None, schedule, light=load.get("light", False))

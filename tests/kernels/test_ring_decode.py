@@ -193,6 +193,20 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, monkeypatch, tmp_
     assert text.count("griddepcontrol.launch_dependents") == 1
 
 
+@pytest.mark.parametrize(("hopper", "paged", "head_dim", "fetched"), [
+    (True, False, 128, True), (True, True, 128, False), (False, False, 128, False), (True, False, 96, False),
+])  # fmt: skip
+def test_work_is_planned_for_the_kernel_that_takes_it(hopper, paged, head_dim, fetched, monkeypatch):
+    """Triton's kernel has schedules of its own, for pages, other GPUs and heads of odd sizes."""
+    from bladellm_kernels import decode_work
+
+    monkeypatch.setattr(decode_work, "is_hopper", lambda device: hopper)
+    workspace = DecodeWorkspace(torch.device("cpu"), 64, 32, 8, head_dim, paged=paged)
+    assert workspace.schedule(1, 64).fetched is fetched
+    assert not workspace.schedule(1, 8, light=True).fetched
+    assert fetched or workspace.schedule(1, 64) == DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
+
+
 def aligned(payload: torch.Tensor) -> torch.Tensor:
     """A payload of the same shape whose first number lies at whole 16 bytes."""
     rows, values, heads, width = payload.shape
