@@ -102,7 +102,7 @@ def ring_units_kernel(
         bias, behind,
     )  # fmt: skip
     given = _as_tensors(weight), ring, meetings, front, outs, share, gl.to_tensor(columns)
-    _start_groups(given, (source, ring, first), SHAPE, TILE, SEGMENTS, FOLD, EARLY)
+    _start_groups(given, source, ring, first, SHAPE, TILE, SEGMENTS, FOLD, EARLY)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -124,7 +124,9 @@ def _as_tensors(weight: gl.tuple) -> WeightArguments:
 @gluon.jit  # type: ignore[untyped-decorator]
 def _start_groups(
     work: gl.tuple,
-    fetched: gl.tuple,
+    source: gl.tuple,
+    ring: gl.tuple,
+    first: gl.tuple,
     SHAPE: gl.constexpr,
     TILE: gl.constexpr,
     SEGMENTS: gl.constexpr,
@@ -139,7 +141,7 @@ def _start_groups(
             [
                 (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
                 (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
-                (_fetch, (fetched, TILE, EARLY)),
+                (fill_ring, (source, ring, first, TILE, EARLY)),
             ],
             [4, 1],
             [MOST, 24],
@@ -150,7 +152,7 @@ def _start_groups(
                 (_multiply, (0, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
                 (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
                 (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
-                (_fetch, (fetched, TILE, EARLY)),
+                (fill_ring, (source, ring, first, TILE, EARLY)),
             ],
             [4, 4, 1],
             [MOST, MOST, 24],
@@ -162,17 +164,11 @@ def _start_groups(
                 (_multiply, (1, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
                 (_multiply, (2, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
                 (_multiply, (3, work, SHAPE, TILE, SEGMENTS, FOLD, EARLY)),
-                (_fetch, (fetched, TILE, EARLY)),
+                (fill_ring, (source, ring, first, TILE, EARLY)),
             ],
             [4, 4, 4, 1],
             [MOST, MOST, MOST, 24],
         )
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _fetch(fetched: gl.tuple, TILE: gl.constexpr, EARLY: gl.constexpr) -> None:
-    source, ring, first = fetched
-    fill_ring(source, ring, first, TILE, EARLY)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
