@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace, row_tile
 from bladellm_kernels.kv_format import NO_QUANT, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
@@ -151,8 +152,8 @@ def cascade_decode_attention(
     from bladellm_kernels.merge_attention_triton import merge_segments
     from bladellm_kernels.ragged_decode_triton import launch_segments
 
-    launch_segments(q, kv, work.base_rows, work.slots, work.lens, scale, work.shared, out)
-    launch_segments(q, kv, base_rows, slots, kv_lens, scale, work.own, out)
+    launch_segments(DecodeCall(q, kv, work.base_rows, work.slots, work.lens, scale, work.shared, out))
+    launch_segments(DecodeCall(q, kv, base_rows, slots, kv_lens, scale, work.own, out))
     merge_segments(work.own, out, work.shared, work.places)
     return out
 

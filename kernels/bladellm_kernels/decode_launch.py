@@ -1,13 +1,27 @@
-"""What launches of the decode kernels have in common: the memory as their arguments, and a limit of registers."""
+"""What launches of the decode kernels have in common: what they are given, and a limit of registers."""
 
 import torch
 
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import KvArguments
+from bladellm_kernels.decode_queries_triton import RowArguments
 from bladellm_kernels.decode_shape import unit_strides
 from bladellm_kernels.kv_layer import KvLayer
 
 _REGISTERS = 65536
 """Of an SM."""
+
+
+def row_arguments(rows: torch.Tensor) -> RowArguments:
+    """Queries or outputs."""
+    return RowArguments(rows, rows.stride(0), rows.stride(1))
+
+
+def plan_arguments(call: DecodeCall) -> tuple[torch.Tensor, ...]:
+    """Where each sequence is, and the plan: what is not there is not read."""
+    work = call.work
+    shares = call.kv_lens if work.shares is None else work.shares
+    return call.base_rows, call.slots, call.kv_lens, shares, work.programs, work.sequences
 
 
 def kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:

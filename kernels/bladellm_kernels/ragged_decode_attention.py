@@ -8,6 +8,7 @@ would make one, and is many times slower).
 import torch
 import torch.nn.functional as F
 
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_layer import KvLayer
@@ -52,7 +53,8 @@ def ragged_decode_attention(
     if q.is_cuda and has_triton():
         from bladellm_kernels.ragged_decode_triton import launch
 
-        launch(q, kv, base_rows, slots, kv_lens, scale, _work(q, kv, kv_lens, window, query_len, work), out)
+        work = _work(q, kv, kv_lens, window, query_len, work)
+        launch(DecodeCall(q, kv, base_rows, slots, kv_lens, scale, work, out))
         return out
     longest = max_kv_len if window is None else min(max_kv_len, window)
     row_elements = kv.payload[0].numel()

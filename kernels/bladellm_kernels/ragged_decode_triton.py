@@ -5,11 +5,11 @@ warp takes its own positions of every block, as one batch of the products, with 
 exchange nothing until the end of a segment. Scales are folded into scores and probabilities.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from bladellm_kernels import ring_decode
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import (
     block_granule,
     block_tokens,
@@ -18,10 +18,14 @@ from bladellm_kernels.decode_kv_triton import (
     load_scales,
     load_units,
 )
-from bladellm_kernels.decode_launch import kv_arguments, register_limit
+from bladellm_kernels.decode_launch import (
+    kv_arguments,
+    plan_arguments,
+    register_limit,
+    row_arguments,
+)
 from bladellm_kernels.decode_queries_triton import (
     PlanArguments,
-    RowArguments,
     first_granule,
     load_queries,
     load_sequence,
@@ -34,10 +38,8 @@ from bladellm_kernels.decode_states_triton import (
     store_output,
     store_partial,
 )
-from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, linger, stay_until, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
-from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
 LOWEST = tl.constexpr(-1e30)
@@ -277,48 +279,29 @@ def _add_values(
     return added, excess
 
 
-def launch(
-    q: torch.Tensor,
-    kv: KvLayer,
-    base_rows: torch.Tensor,
-    slots: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    work: DecodeWork,
-    out: torch.Tensor,
-) -> None:
-    """`ragged_decode_attention` by one kernel and the merge of split sequences; the arguments have been checked."""
-    merged = launch_segments(q, kv, base_rows, slots, kv_lens, scale, work, out)
-    if not merged:
-        merge_segments(work, out)
+def launch(call: DecodeCall) -> None:
+    """`ragged_decode_attention` by one kernel and the merge of split sequences."""
+    if not launch_segments(call):
+        merge_segments(call.work, call.out)
 
 
-def launch_segments(
-    q: torch.Tensor,
-    kv: KvLayer,
-    base_rows: torch.Tensor,
-    slots: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    work: DecodeWork,
-    out: torch.Tensor,
-) -> bool:
+def launch_segments(call: DecodeCall) -> bool:
     """The outputs of sequences that are one segment, and the states of the others' segments, or, if True is returned,
     their outputs too."""
-    shape = decode_shape(q, kv, work)
-    schedule = work.schedule
-    if schedule.fetched and ring_decode.takes(q, kv, shape):
-        return ring_decode.launch(q, kv, base_rows, slots, kv_lens, scale, work, out, shape)
+    work, schedule = call.work, call.work.schedule
+    shape = decode_shape(call.q, call.kv, work)
+    if schedule.fetched and ring_decode.takes(call, shape):
+        return ring_decode.launch(call, shape)
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
-    early = early_launch(q.device)
+    early = early_launch(call.q.device)
     ragged_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
-        RowArguments(q, q.stride(0), q.stride(1)),
-        kv_arguments(kv, shape.step, schedule.block_kv),
-        base_rows, slots, kv_lens, kv_lens if work.shares is None else work.shares, work.programs, work.sequences,
-        RowArguments(out, out.stride(0), out.stride(1)),
+        row_arguments(call.q),
+        kv_arguments(call.kv, shape.step, schedule.block_kv),
+        *plan_arguments(call),
+        row_arguments(call.out),
         StateArguments(work.partial, work.lse),
-        scale, work.window or 0,
+        call.scale, work.window or 0,
         SHAPE=shape,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,

@@ -2,13 +2,17 @@
 
 import torch
 
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import KvArguments
-from bladellm_kernels.decode_launch import kv_arguments, register_limit
-from bladellm_kernels.decode_queries_triton import RowArguments
+from bladellm_kernels.decode_launch import (
+    kv_arguments,
+    plan_arguments,
+    register_limit,
+    row_arguments,
+)
 from bladellm_kernels.decode_results_hopper import States
 from bladellm_kernels.decode_ring_hopper import FETCHING_WARPS
 from bladellm_kernels.decode_shape import DecodeShape
-from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.kv_layer import KvLayer
@@ -22,40 +26,30 @@ _MOST_SEGMENTS = 4
 """Of a sequence, on average, that the last program to have one merges."""
 
 
-def takes(q: torch.Tensor, kv: KvLayer, shape: DecodeShape) -> bool:
+def takes(call: DecodeCall, shape: DecodeShape) -> bool:
     """Whether the kernel can do it: 16-bit queries on a Hopper, blocks of four warps that lie in a granule, and numbers
     of a head at whole 16 bytes."""
-    aligned = shape.step * 2 == _STEP_BYTES and kv.payload.data_ptr() % _STEP_BYTES == 0
+    aligned = shape.step * 2 == _STEP_BYTES and call.kv.payload.data_ptr() % _STEP_BYTES == 0
     whole = shape.one_granule and shape.units == shape.units_padded
-    return on_hopper(q) and q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
+    return on_hopper(call.q) and call.q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
 
 
-def launch(
-    q: torch.Tensor,
-    kv: KvLayer,
-    base_rows: torch.Tensor,
-    slots: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    work: DecodeWork,
-    out: torch.Tensor,
-    shape: DecodeShape,
-) -> bool:
+def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     """The outputs of sequences that are one segment, and, where True is returned, of all others; else their states."""
-    schedule = work.schedule
+    work, schedule = call.work, call.work.schedule
     # Of few sequences, many segments each, a kernel merges all rows at once.
     joined = work.reads == "all" and len(work.programs) <= _MOST_SEGMENTS * len(work.sequences)
     # Those that stay leave the other half of an SM to the next kernel.
     ctas_per_sm = max(schedule.ctas_per_sm, 2) if schedule.idle_ns or schedule.stay_ns else schedule.ctas_per_sm
-    early = early_launch(q.device)
+    early = early_launch(call.q.device)
     ring_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
-        RowArguments(q, q.stride(0), q.stride(1)),
-        _in_words(kv_arguments(kv, shape.step, schedule.block_kv), kv),
-        base_rows, slots, kv_lens, kv_lens if work.shares is None else work.shares, work.programs, work.sequences,
+        row_arguments(call.q),
+        _in_words(kv_arguments(call.kv, shape.step, schedule.block_kv), call.kv),
+        *plan_arguments(call),
         work.empties,
-        RowArguments(out, out.stride(0), out.stride(1)),
+        row_arguments(call.out),
         States(work.partial, work.lse, work.arrived),
-        scale, work.window or 0,
+        call.scale, work.window or 0,
         SHAPE=shape,
         STAGES=schedule.stages,
         JOINED=joined,

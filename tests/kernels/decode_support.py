@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
@@ -148,5 +149,5 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
         monkeypatch.setattr(each, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})
     work = plan(case, window, schedule, light)
     for _ in range(launches):
-        module.launch(*case.memory, case.scale, work, torch.empty_like(case.q))
+        module.launch(DecodeCall(*case.memory, case.scale, work, torch.empty_like(case.q)))
     return compiled["ragged_decode_kernel"]

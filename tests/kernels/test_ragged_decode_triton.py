@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWorkspace, default_schedule
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
@@ -26,7 +27,7 @@ def launched(case, window, schedule):
 
     out = torch.full_like(case.q, torch.nan)
     work = plan(case, window, schedule)
-    launch(*case.memory, case.scale, work, out)
+    launch(DecodeCall(*case.memory, case.scale, work, out))
     return out
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_shape import decode_shape
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule
 from bladellm_kernels.kv_format import KV_FORMATS
@@ -109,7 +110,7 @@ def run_in_python(case: Case, schedule, window, programs, late_copies, monkeypat
     work = random_work(case, schedule, window, programs)
     out = torch.full_like(case.q, torch.nan)
     shape = decode_shape(case.q, case.kv, work)
-    assert module.launch(*case.memory, case.scale, work, out, shape)
+    assert module.launch(DecodeCall(*case.memory, case.scale, work, out), shape)
     assert not work.arrived.any(), "counters are left as they were found"
     return out
 
@@ -142,7 +143,7 @@ def test_it_does_not_matter_which_program_comes_last(monkeypatch):
     shape = decode_shape(case.q, case.kv, work)
     outs = [torch.full_like(case.q, torch.nan, dtype=torch.float32) for _ in range(4)]
     for out in outs:
-        module.launch(*case.memory, case.scale, work, out, shape)
+        module.launch(DecodeCall(*case.memory, case.scale, work, out), shape)
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -154,7 +155,7 @@ def test_few_sequences_leave_their_states_to_a_kernel_behind(monkeypatch):
     monkeypatch.setattr(module, "ring_decode_kernel", InPython(module.ring_decode_kernel, case, True))
     work = random_work(case, DecodeSchedule(32, 2, 2, 1), None, 6)
     shape = decode_shape(case.q, case.kv, work)
-    assert not module.launch(*case.memory, case.scale, work, torch.empty_like(case.q), shape)
+    assert not module.launch(DecodeCall(*case.memory, case.scale, work, torch.empty_like(case.q)), shape)
     first, count = work.sequences[0, 3:].tolist()
     weights = work.lse[first : first + count].softmax(0)
     merged = (work.partial[first : first + count] * weights[:, :, None]).sum(0, keepdim=True)
@@ -171,7 +172,7 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch):
     shape = dataclasses.replace(decode_shape(case.q, case.kv, work), plain=False)
     monkeypatch.setattr(module, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})
     with compiled_launches() as compiled:
-        module.launch(*case.memory, case.scale, work, torch.empty_like(case.q), shape)
+        module.launch(DecodeCall(*case.memory, case.scale, work, torch.empty_like(case.q)), shape)
     return compiled["ring_decode_kernel"]
 
 
