@@ -143,7 +143,7 @@ def measure(
     results = []
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
-    plans = schedules or [default_schedule(*shape, fetches=is_hopper(device) and not problem.paged)]
+    plans = schedules or [default_schedule(*shape, warp_specialized=is_hopper(device) and not problem.paged)]
     for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:
@@ -298,7 +298,8 @@ def parse() -> argparse.Namespace:
         "--schedules",
         nargs="+",
         default=[],
-        help="fields of DecodeSchedule: block_kv,stages,warps,ctas_per_sm[,segment_blocks,idle_ns,stay_ns,fetched]",
+        help="fields of DecodeSchedule: block_kv,stages,warps,ctas_per_sm[,segment_blocks,idle_ns,stay_ns,"
+        "warp_specialized]",
     )
     parser.add_argument("--variants", nargs="+", default=["as_is"], choices=["as_is", "apart", "late", "unmerged"])
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")

@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def met_layout(shape: DecodeShape) -> gl.BlockedLayout:
+def scratch_layout(shape: DecodeShape) -> gl.BlockedLayout:
     """Of the outputs of all warps, [warps, units, rows], units side by side; a thread has them of every warp."""
     across = min(shape.units, 32)
     warps_across = min(shape.warps, shape.units // across)
@@ -44,25 +44,25 @@ def met_layout(shape: DecodeShape) -> gl.BlockedLayout:
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def sums_layout(shape: DecodeShape) -> gl.SliceLayout:
     """Of outputs [units, rows]."""
-    return gl.SliceLayout(0, met_layout(shape))
+    return gl.SliceLayout(0, scratch_layout(shape))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def new_meeting(SHAPE: gl.constexpr) -> gl.shared_memory_descriptor:
+def new_scratch(SHAPE: gl.constexpr) -> gl.shared_memory_descriptor:
     """Where warps leave their outputs."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
     return gl.allocate_shared_memory(gl.float32, [SHAPE.parts, SHAPE.warps, SHAPE.units, SHAPE.rows], LAYOUT)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def add_warps(meeting: gl.shared_memory_descriptor, outputs: gl.tuple, SHAPE: gl.constexpr) -> gl.tuple:
+def add_warps(scratch: gl.shared_memory_descriptor, outputs: gl.tuple, SHAPE: gl.constexpr) -> gl.tuple:
     """The sums over warps by part, [units, rows]."""
     PARTS: gl.constexpr = SHAPE.parts
     for part in gl.static_range(PARTS):
-        meeting.index(part).store(outputs[part])
+        scratch.index(part).store(outputs[part])
     found: gl.tuple = ()
     for part in gl.static_range(PARTS):
-        found += (gl.sum(meeting.index(part).load(met_layout(SHAPE)), 0),)
+        found += (gl.sum(scratch.index(part).load(scratch_layout(SHAPE)), 0),)
     return found
 
 

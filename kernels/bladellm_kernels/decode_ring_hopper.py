@@ -1,4 +1,4 @@
-"""The ring of `ring_decode_hopper` in shared memory, and the warps that fill it with blocks of keys and values."""
+"""The ring of `ring_decode_hopper` in shared memory, and the producer warps, which fill it with keys and values."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from bladellm_kernels.decode_queries_triton import first_granule, load_sequence
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.early_launch import wait_for_inputs
 
-FETCHING_WARPS = gl.constexpr(4)
+PRODUCER_WARPS = gl.constexpr(4)
 """Registers are dealt out by groups of four, and one warp alone does not find the addresses of all copies in time: on
 an H200 64 µs, not 74, at 64 sequences of 1,024 tokens."""
-FETCHING_REGISTERS = gl.constexpr(56)
-"""Of a thread that fetches."""
+PRODUCER_REGISTERS = gl.constexpr(56)
+"""Of a thread of these."""
 
 
 class Ring(NamedTuple):
@@ -49,7 +49,7 @@ def units_layout(units: int, rank: int) -> gl.SwizzledSharedLayout:
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def copy_layout(units: int) -> gl.BlockedLayout:
-    """Of a block [2, warps, tokens, units] over the threads that fetch it, 16 bytes each: a token's key and value lie
+    """Of a block [2, warps, tokens, units] over the producers' threads, 16 bytes each: a token's key and value lie
     beside each other in memory, and are asked for at once."""
     across = min(units // 8, 32)
     both = 2 if across < 32 else 1
@@ -83,7 +83,7 @@ def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> 
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=32 * FETCHING_WARPS)
+        mbarrier.init(full.index(stage), count=32 * PRODUCER_WARPS)
         mbarrier.init(empty.index(stage), count=1)
     return Ring(blocks, units, words, full, empty)
 

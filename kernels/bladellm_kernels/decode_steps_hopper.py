@@ -163,7 +163,7 @@ def add_block(
         factors = _load_factors(ring.words[0], stage, SHAPE)
     mbarrier.arrive(ring.empty.index(stage))
     scores = _scores(keys, queries, factors, SHAPE)
-    scores, factors = _hide(scores, factors, span, position, first_row, window, SHAPE)
+    scores, factors = _mask(scores, factors, span, position, first_row, window, SHAPE)
     highest = gl.maximum(state.maximum, gl.max(scores, 1) - SHAPE.raised)
     p = gl.exp2(scores - highest[:, None, :])
     decay = gl.exp2(state.maximum - highest)
@@ -229,7 +229,7 @@ def _scores(keys: gl.tensor, queries: gl.tuple, factors: gl.tuple, SHAPE: gl.con
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _hide(
+def _mask(
     scores: gl.tensor,
     factors: gl.tuple,
     span: gl.tuple,
@@ -242,9 +242,9 @@ def _hide(
     such positions."""
     LAYOUT: gl.constexpr = product_layout(SHAPE)
     PLANES: gl.constexpr = len(factors) // 2
-    hidden: gl.tuple = ()
+    masked: gl.tuple = ()
     for plane in gl.static_range(PLANES):
-        hidden += (factors[PLANES + plane],)
+        masked += (factors[PLANES + plane],)
     if (position + SHAPE.block_kv > span.kv_len - SHAPE.causal_len + 1) | (
         position < span.lowest + SHAPE.causal_len - 1
     ):
@@ -264,9 +264,9 @@ def _hide(
             inside &= token >= span.lowest - position
         shown: gl.tuple = ()
         for plane in gl.static_range(PLANES):
-            shown += (gl.where(inside, hidden[plane], 0.0),)
-        hidden = shown
-    return scores, factors[:PLANES] + hidden
+            shown += (gl.where(inside, masked[plane], 0.0),)
+        masked = shown
+    return scores, factors[:PLANES] + masked
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -40,7 +40,8 @@ class DecodeSchedule:
 
     idle_ns, stay_ns: so long programs stay on their SMs that have no work, or all programs, counted from when the next
     kernel may start; 0 for not at all. See `linger`.
-    fetched: warps of their own fetch, where there is a kernel for that (`ring_decode.py`); all stages are buffers then.
+    warp_specialized: producer warps load, consumer warps attend, where `ring_decode.py` has a kernel for that; all
+    stages are buffers then.
     """
 
     block_kv: int
@@ -50,7 +51,7 @@ class DecodeSchedule:
     segment_blocks: int = 2
     idle_ns: int = 0
     stay_ns: int = 0
-    fetched: bool = False
+    warp_specialized: bool = False
 
     def __post_init__(self) -> None:
         tokens = self.block_kv // self.warps
@@ -58,10 +59,10 @@ class DecodeSchedule:
             raise ValueError(f"{self.warps} warps must share {self.block_kv} positions by a power of two from 16 on")
 
 
-FETCHED_SCHEDULES = {
-    512: DecodeSchedule(64, 3, 4, 2, fetched=True),
-    256: DecodeSchedule(64, 5, 4, 2, fetched=True),
-    128: DecodeSchedule(128, 4, 4, 2, fetched=True),
+WARP_SPECIALIZED_SCHEDULES = {
+    512: DecodeSchedule(64, 3, 4, 2, warp_specialized=True),
+    256: DecodeSchedule(64, 5, 4, 2, warp_specialized=True),
+    128: DecodeSchedule(128, 4, 4, 2, warp_specialized=True),
 }
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
 
@@ -76,17 +77,19 @@ def default_schedule(
     rows: int = 8,
     batch: int = 1,
     light: bool = False,
-    fetches: bool = True,
+    warp_specialized: bool = True,
 ) -> DecodeSchedule:
     """Tiles of about 32 KiB, K and V together, and as many of them in flight as fit; rows: of a program's queries.
 
     batch: sequences. light: leave half of an SM's shared memory to the kernel behind, where the format allows it.
-    fetches: whether the device and its memory have the kernel of which warps fetch.
+    warp_specialized: whether there is such a kernel for the device and its memory.
     """
     if light and rows == 8 and _is_plain_512(head_dim, format, dtype):
         return next(schedule for most, schedule in LIGHT_SCHEDULES if batch <= most)
     token_bytes = 2 * format.width(head_dim) * format.dtype(dtype).itemsize
-    schedule = FETCHED_SCHEDULES.get(token_bytes) if fetches and rows == 8 and dtype.itemsize == 2 else None
+    schedule = (
+        WARP_SPECIALIZED_SCHEDULES.get(token_bytes) if warp_specialized and rows == 8 and dtype.itemsize == 2 else None
+    )
     schedule = schedule or _filling_schedule(head_dim, format, dtype, rows, batch)
     return replace(schedule, idle_ns=_IDLE_NS) if light else schedule
 
@@ -189,7 +192,7 @@ class DecodeWorkspace:
         self.format = format
         self.dtype = dtype
         self.given_schedule = schedule
-        self.fetches = is_hopper(device) and not paged
+        self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
         programs = {count: max(self.programs(count, batch) for batch in (1, max_batch)) for count in queries}
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
@@ -205,7 +208,7 @@ class DecodeWorkspace:
     def schedule(self, query_len: int, batch: int = 1, light: bool = False) -> DecodeSchedule:
         rows = self.rows(query_len)
         return self.given_schedule or default_schedule(
-            self.head_dim, self.format, self.dtype, rows, batch, light, self.fetches
+            self.head_dim, self.format, self.dtype, rows, batch, light, self.warp_specialized
         )
 
     def programs(self, query_len: int, batch: int = 1, light: bool = False) -> int:

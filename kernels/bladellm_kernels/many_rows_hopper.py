@@ -1,9 +1,9 @@
 """The kernel of linear layers of many rows on a Hopper, SiLU · mul with them where the weight is a gate-up projection.
 
-Every multiprocessor runs one program, which takes tile after tile: one warp fetches tiles of x and of the weight into a
-ring by the copy engine (TMA), and two groups of four warps multiply 64 rows each by all of a tile's columns. While they
-write a tile's results, the ring fills for the next one. Of a gate-up projection a tile has the same outputs of both
-halves. Tiles are taken in bands of rows, whose x stays in the L2 cache while the weight passes.
+Every multiprocessor runs one program, which takes tile after tile: a producer warp brings tiles of x and of the weight
+into a ring by the copy engine (TMA), and two groups of four consumer warps multiply 64 rows each by all of a tile's
+columns. While they write a tile's results, the ring fills for the next one. Of a gate-up projection a tile has the same
+outputs of both halves. Tiles are taken in bands of rows, whose x stays in the L2 cache while the weight passes.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 
 GROUPS = gl.constexpr(2)
-"""Of four warps: together with the warp that fetches three groups, which may have 168 registers a thread."""
+"""Of four warps: together with the producer warp three groups, which may have 168 registers a thread."""
 ROWS = gl.constexpr(64)
 """Of a tile that a group multiplies."""
 STORED = gl.constexpr(64)

@@ -1,10 +1,10 @@
 """The kernel of prefill attention in one pass on a Hopper: a chunk's queries against its prefix and, causally, itself.
 
-After FlashAttention-3 (arXiv:2407.08608). Every multiprocessor runs one program, which takes tile after tile: one warp
-fetches queries and blocks of keys and of values by the copy engine (TMA), and two groups of four warps attend with 64
-rows each. A group starts Q·Kᵀ of a block and P·V of the one before together, and the groups do so by turns: one's
-softmax runs beside the other's products. (Beside its own product too, by holding the wait for that back, was 3 to 6 %
-slower on an H200.) Blocks go from the last to the first: only the first steps mask.
+After FlashAttention-3 (arXiv:2407.08608). Every multiprocessor runs one program, which takes tile after tile: a
+producer warp brings queries and blocks of keys and of values by the copy engine (TMA), and two groups of four consumer
+warps attend with 64 rows each. A group starts Q·Kᵀ of a block and P·V of the one before together, and the groups do so
+by turns: one's softmax runs beside the other's products. (Beside its own product too, by holding the wait for that
+back, was 3 to 6 % slower on an H200.) Blocks go from the last to the first: only the first steps mask.
 
 Heads that share a KV head are packed as rows: row r of a tile is token r // pack, head r % pack. Which tiles a program
 takes is an entry of a list (`one_pass_list`) in device memory, so that a captured launch serves other chunks.
@@ -34,7 +34,7 @@ from bladellm_kernels.one_pass_steps_hopper import (
 )
 
 GROUPS = gl.constexpr(2)
-"""Of four warps. With the warp that fetches they are three groups of 168 registers a thread, dealt out anew."""
+"""Of four warps. With the producer warp they are three groups of 168 registers a thread, dealt out anew."""
 
 FIELDS = gl.constexpr(ENTRY_FIELDS)
 

@@ -290,7 +290,7 @@ def launch_segments(call: DecodeCall) -> bool:
     their outputs too."""
     work, schedule = call.work, call.work.schedule
     shape = decode_shape(call.q, call.kv, work)
-    if schedule.fetched and ring_decode.takes(call, shape):
+    if schedule.warp_specialized and ring_decode.takes(call, shape):
         return ring_decode.launch(call, shape)
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
@@ -305,7 +305,7 @@ def launch_segments(call: DecodeCall) -> bool:
         SHAPE=shape,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
-        num_stages=2 * schedule.stages - 1 if gathers else schedule.stages + schedule.fetched,
+        num_stages=2 * schedule.stages - 1 if gathers else schedule.stages + schedule.warp_specialized,
         **register_limit(32 * schedule.warps * schedule.ctas_per_sm),
         **early,
     )  # fmt: skip

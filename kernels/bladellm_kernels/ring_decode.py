@@ -11,7 +11,7 @@ from bladellm_kernels.decode_launch import (
     row_arguments,
 )
 from bladellm_kernels.decode_results_hopper import States
-from bladellm_kernels.decode_ring_hopper import FETCHING_WARPS
+from bladellm_kernels.decode_ring_hopper import PRODUCER_WARPS
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.hopper_device import on_hopper
@@ -19,7 +19,7 @@ from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.ring_decode_hopper import ring_decode_kernel
 
 _STEP_BYTES = 16
-"""That a thread fetches at once."""
+"""That a thread copies at once."""
 _WARPS = 4
 """Registers are dealt out by groups of as many."""
 _MOST_SEGMENTS = 4
@@ -55,7 +55,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
         JOINED=joined,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
-        **register_limit(32 * (schedule.warps + FETCHING_WARPS.value) * ctas_per_sm),
+        **register_limit(32 * (schedule.warps + PRODUCER_WARPS.value) * ctas_per_sm),
         **early,
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.

@@ -1,12 +1,12 @@
-"""The kernel of `ragged_decode_attention` for Hopper in which warps of their own fetch.
+"""The kernel of `ragged_decode_attention` for Hopper, warp-specialized.
 
-Ranges are cut as `decode_work.py` says; scores are transposed, and each warp that attends has its own positions of a
-block, as in `ragged_decode_triton`.
+Ranges are cut as `decode_work.py` says; scores are transposed, and each consumer warp has its own positions of a block,
+as in `ragged_decode_triton`.
 
-The warps that fetch go through all of a program's sequences and keep a ring of blocks in shared memory full: the first
+The producer warps go through all of a program's sequences and keep a ring of blocks in shared memory full: the first
 ones before the kernel in front has ended, but for the newest tokens, which that one writes; and those of the next
-sequence while the last one is ended. Where JOINED, the last program of a sequence that has several merges their states,
-and no kernel is behind this one for it.
+sequence while the consumers end the last one. Where JOINED, the last program of a sequence that has several merges
+their states, and no kernel is behind this one for it.
 """
 
 from triton.experimental import gluon
@@ -20,11 +20,11 @@ from bladellm_kernels.decode_results_hopper import (
     clear_empty,
     count_arrived,
     join_segment,
-    new_meeting,
+    new_scratch,
     store_output,
     store_partial,
 )
-from bladellm_kernels.decode_ring_hopper import FETCHING_REGISTERS, FETCHING_WARPS, Range, fetch_blocks, new_ring
+from bladellm_kernels.decode_ring_hopper import PRODUCER_REGISTERS, PRODUCER_WARPS, Range, fetch_blocks, new_ring
 from bladellm_kernels.decode_steps_hopper import add_block, end_segment, load_parts, new_state, turn_queries
 from bladellm_kernels.early_launch import let_next_start, linger, stay_until, wait_for_inputs
 
@@ -60,7 +60,7 @@ def ring_decode_kernel(
     program = gl.program_id(0) // LANES
     target = Target(lane // SHAPE.tiles, lane % SHAPE.tiles * SHAPE.rows, lane)
     plan = PlanArguments(sequences, base_rows, slots, kv_lens, shares)
-    ring, meeting = new_ring(kv.payload.dtype.element_ty, SHAPE, STAGES), new_meeting(SHAPE)
+    ring, scratch = new_ring(kv.payload.dtype.element_ty, SHAPE, STAGES), new_scratch(SHAPE)
     if not SETTLED:
         wait_for_inputs(EARLY)
     place = programs + program * 3
@@ -68,14 +68,14 @@ def ring_decode_kernel(
     numbers = _as_tensors(kv)
     results = RowArguments(out.rows, gl.to_tensor(out.token_stride), gl.to_tensor(out.head_stride))
     asked = RowArguments(q.rows, gl.to_tensor(q.token_stride), gl.to_tensor(q.head_stride))
-    given = asked, plan, work, target, ring, meeting, empties, results, states, gl.to_tensor(scale), window, program
+    given = asked, plan, work, target, ring, scratch, empties, results, states, gl.to_tensor(scale), window, program
     gl.warp_specialize(
         [
             (_attend, (given, SHAPE, STAGES, JOINED, EARLY)),
             (fetch_blocks, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY)),
         ],
-        [FETCHING_WARPS],
-        [FETCHING_REGISTERS],
+        [PRODUCER_WARPS],
+        [PRODUCER_REGISTERS],
     )
 
 
@@ -95,7 +95,7 @@ def _attend(
     given: gl.tuple, SHAPE: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr, EARLY: gl.constexpr
 ) -> None:
     """The segments of a program. What describes one is asked for before the blocks of the one before it."""
-    q, plan, work, target, ring, meeting, empties, out, states, scale, window, program = given
+    q, plan, work, target, ring, scratch, empties, out, states, scale, window, program = given
     block, end, sequence, head = work
     first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
     wait_for_inputs(EARLY)
@@ -125,7 +125,7 @@ def _attend(
                 # Asked for before the warps wait for one another.
                 arrived = count_arrived(states, sequence, segments, target, SHAPE)
             outputs, log = end_segment(state, SHAPE)
-            sums = add_warps(meeting, outputs, SHAPE)
+            sums = add_warps(scratch, outputs, SHAPE)
             segment = program + sequence
             if whole:
                 store_output(sums, out, sequence, target, SHAPE)

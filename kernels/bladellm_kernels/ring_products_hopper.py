@@ -23,7 +23,7 @@ class Staged(NamedTuple):
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def most_registers(groups: int) -> int:
-    """Of a thread by the groups of a program, beside 24 of the warp that fetches."""
+    """Of a thread by the groups of a program, beside 24 of the producer warp."""
     return {2: 240, 3: 160, 4: 112}[groups]
 
 

@@ -1,13 +1,13 @@
 """The linear layer of a `UnitWeight` for Hopper: codes come by the copy engine and become tensor-core operands.
 
-A program is some groups of four warps, which multiply, and a warp that keeps a ring of tiles in shared memory full: it
-asks for the units of the first ones before the inputs are ready, which each group waits for itself. Groups lie beside
-each other along the outputs, where they share the inputs of a tile, or take the tiles of the same outputs by turns, and
-add up their sums at the end; none waits for the others in between, so that one turns codes into numbers while the
-products of another run. The product is transposed: the left operand is the weight, in registers: matrices of units are
-read from shared memory in the order in which a product wants them, and turned into numbers there; the right operand is
-x as it lies in memory. Tiles are divided among the programs as in `linear_hopper`, evenly or by whole shares of a
-block.
+A program is some groups of four consumer warps, which multiply, and a producer warp that keeps a ring of tiles in
+shared memory full: it asks for the units of the first ones before the inputs are ready, which each group waits for
+itself. Groups lie beside each other along the outputs, where they share the inputs of a tile, or take the tiles of the
+same outputs by turns, and add up their sums at the end; none waits for the others in between, so that one turns codes
+into numbers while the products of another run. The product is transposed: the left operand is the weight, in registers:
+matrices of units are read from shared memory in the order in which a product wants them, and turned into numbers there;
+the right operand is x as it lies in memory. Tiles are divided among the programs as in `linear_hopper`, evenly or by
+whole shares of a block.
 """
 
 from typing import NamedTuple
@@ -133,7 +133,7 @@ def _start_groups(
     FOLD: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
-    """Groups of warps that multiply, and the warp that fetches for them; registers are dealt out to them anew."""
+    """Groups of consumer warps, and the producer warp; registers are dealt out to them anew."""
     GROUPS: gl.constexpr = TILE.wide * TILE.deep
     MOST: gl.constexpr = most_registers(GROUPS)
     if GROUPS == 2:

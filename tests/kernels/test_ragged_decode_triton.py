@@ -158,7 +158,7 @@ def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load)
 
     load: the batch, and whether the schedule is a light one. Where no warps of their own fetch.
     """
-    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16, fetches=False, **load)
+    schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16, warp_specialized=False, **load)
     tokens = 16 if paged else 256
     case = decode_case(format_name, torch.bfloat16, heads, [5, 9], granule_tokens=tokens, paged=paged)
     compiled = compiled_for_hopper(monkeypatch, case, None, schedule, light=load.get("light", False))

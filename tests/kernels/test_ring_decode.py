@@ -1,4 +1,4 @@
-"""The decode kernel for Hopper in which a warp fetches: run in Python, compiled without a GPU, and on one."""
+"""The warp-specialized decode kernel for Hopper: run in Python, compiled without a GPU, and on one."""
 
 import dataclasses
 import random
@@ -179,7 +179,7 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch):
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_programs_of_every_format_fit_an_sm_twice(format_name, monkeypatch, tmp_path):
     schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16)
-    assert schedule.fetched
+    assert schedule.warp_specialized
     case = decode_case(format_name, torch.bfloat16, (32, 8, 128), [500, 70], granule_tokens=256)
     case = dataclasses.replace(case, kv=dataclasses.replace(case.kv, payload=aligned(case.kv.payload)))
     kernel = compiled_kernel(case, schedule, monkeypatch)
@@ -189,23 +189,23 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, monkeypatch, tmp_
     registers = int(re.search(r"\.maxnreg (\d+)", text)[1])
     assert registers * 32 * (schedule.warps + 4) * schedule.ctas_per_sm <= 65536
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
-    # Whoever attends waits at once; whoever fetches for the newest tokens, and at its end.
+    # Consumers wait at once; producers for the newest tokens, and at their end.
     assert text.count("griddepcontrol.wait") == 3
     assert text.count("griddepcontrol.launch_dependents") == 1
 
 
-@pytest.mark.parametrize(("hopper", "paged", "head_dim", "fetched"), [
+@pytest.mark.parametrize(("hopper", "paged", "head_dim", "specialized"), [
     (True, False, 128, True), (True, True, 128, False), (False, False, 128, False), (True, False, 96, False),
 ])  # fmt: skip
-def test_work_is_planned_for_the_kernel_that_takes_it(hopper, paged, head_dim, fetched, monkeypatch):
+def test_work_is_planned_for_the_kernel_that_takes_it(hopper, paged, head_dim, specialized, monkeypatch):
     """Triton's kernel has schedules of its own, for pages, other GPUs and heads of odd sizes."""
     from bladellm_kernels import decode_work
 
     monkeypatch.setattr(decode_work, "is_hopper", lambda device: hopper)
     workspace = DecodeWorkspace(torch.device("cpu"), 64, 32, 8, head_dim, paged=paged)
-    assert workspace.schedule(1, 64).fetched is fetched
-    assert not workspace.schedule(1, 8, light=True).fetched
-    assert fetched or workspace.schedule(1, 64) == DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
+    assert workspace.schedule(1, 64).warp_specialized is specialized
+    assert not workspace.schedule(1, 8, light=True).warp_specialized
+    assert specialized or workspace.schedule(1, 64) == DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def test_replays_give_the_same_bits_whoever_comes_last(format_name, heads, query
 @pytest.mark.gpu
 @needs_gpu
 def test_the_newest_tokens_are_those_that_the_kernel_before_wrote():
-    """Each attention reads what the write in front of it left in the memory, although it fetches before that ended."""
+    """Each attention reads what the write in front of it left in the memory, although it loads before that ended."""
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [64, 65, 700, 1], "cuda", 256)
     rows = newest_rows(case).cuda()
     workspace = DecodeWorkspace(torch.device("cuda"), 4, 32, 8, 128, 1, case.kv.format, torch.bfloat16)

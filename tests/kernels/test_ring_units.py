@@ -114,7 +114,7 @@ def test_codes_go_through_shared_matrices_into_registers(schedule, factors, tmp_
         unit_linear(x, weight, out=x.new_zeros(len(x), 256), schedule=schedule)
     kernel = compiled["ring_units_kernel"]
     text = kernel.asm["ptx"]
-    # Of each group, and of the warp that fetches, what it does before it waits; units are of 4 dimensions, inputs of 2.
+    # Of each group, and of the producer warp, what it does before it waits; units are of 4 dimensions, inputs of 2.
     before = [each.rpartition("setmaxnreg")[2] for each in text.split("griddepcontrol.wait")[:-1]]
     assert len(before) == schedule.wide * schedule.deep + 1
     fetching = [each for each in before if "cp.async.bulk.tensor" in each]
