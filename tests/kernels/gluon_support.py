@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from triton.language import constexpr
@@ -19,6 +20,8 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from tests.kernels.gluon_copy_engine import CopyEngine, Described
 from tests.kernels.gluon_partitions import Partitions
+
+_TO = torch.Tensor.to
 
 
 @dataclass
@@ -238,8 +241,9 @@ class Machine:
     def names(self) -> dict[str, object]:
         anything = types.SimpleNamespace
         gl = anything(
-            int16=torch.int16, int32=torch.int32, int64=torch.int64,
+            uint8=torch.uint8, int16=torch.int16, int32=torch.int32, int64=torch.int64,
             float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+            float8e4nv=torch.float8_e4m3fn, float8e5=torch.float8_e5m2,
             program_id=lambda axis: torch.tensor(self.program[axis]),
             num_programs=lambda axis: self.programs,
             cdiv=lambda x, y: -(-x // y),
@@ -257,9 +261,9 @@ class Machine:
             sum=lambda value, axis: value.sum(axis),
             reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
             split=lambda value: value.unbind(-1), warp_specialize=self.specialize,
-            exp=torch.exp, rsqrt=torch.rsqrt, exp2=torch.exp2, log2=torch.log2, static_range=range,
+            abs=torch.abs, exp=torch.exp, rsqrt=torch.rsqrt, exp2=torch.exp2, log2=torch.log2, static_range=range,
             convert_layout=lambda value, layout, assert_trivial=False: value,
-            thread_barrier=lambda: None,
+            thread_barrier=lambda: None, static_assert=_nothing,
             to_tensor=lambda value: value,
             allocate_shared_memory=_poisoned,
             inline_asm_elementwise=self.assembly,
@@ -295,7 +299,12 @@ def _poisoned(dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
 
 
 def _nothing(*arguments, **options) -> None:
-    """A layout."""
+    """A layout, or what is checked when a kernel is compiled."""
+
+
+def _to(tensor: torch.Tensor, *arguments, bitcast: bool = False, **options) -> torch.Tensor:
+    """`torch.Tensor.to`, which as Triton's takes the bits for those of another type where it is told to."""
+    return tensor.view(*arguments) if bitcast else _TO(tensor, *arguments, **options)
 
 
 def _pointers(value: object) -> object:
@@ -320,7 +329,9 @@ def run_program(
     """
     machine = Machine(program, programs, late_copies, on_wait)
     given = [_pointers(value) for value in arguments]
-    types.FunctionType(kernel.fn.__code__, _names(kernel.fn.__globals__, machine.names(), {}))(*given, **constants)
+    names = _names(kernel.fn.__globals__, machine.names(), {})
+    with patch.object(torch.Tensor, "to", _to):
+        types.FunctionType(kernel.fn.__code__, names)(*given, **constants)
     assert not machine.group
     return machine.assembled
 

@@ -24,8 +24,8 @@ needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA devic
 
 
 class InPython:
-    """Stands for the kernel: its programs are run in Python, in random order; queries and the newest tokens are NaN
-    until one waits for them."""
+    """Stands for the kernel: its programs are run in Python, in random order; queries and the newest tokens are NaN, or
+    other codes, until one waits for them."""
 
     def __init__(self, kernel, case: Case, late_copies: bool) -> None:
         self.kernel, self.case, self.late_copies = kernel, case, late_copies
@@ -44,7 +44,7 @@ class InPython:
 
             for program in random.sample(range(grid[0]), grid[0]):
                 new[0].fill_(torch.nan)
-                new[1][newest] = torch.nan
+                new[1][newest] = torch.nan if new[1].is_floating_point() else 85
                 run_program(
                     self.kernel, program, self.late_copies, *arguments, programs=grid[0], EARLY=True,
                     SETTLED=random.random() < 0.7, on_wait=complete, **constants,
@@ -131,6 +131,15 @@ def test_every_token_is_attended_to(heads, query_len, window, schedule, programs
     out = run_in_python(case, schedule, window, programs, late_copies, monkeypatch)
     expected = ragged_decode_attention_reference(*case.memory, case.scale, window, query_len)
     assert_close(out, expected, torch.float16)
+
+
+@pytest.mark.parametrize("late_copies", [False, True])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_every_format_in_python(format_name, late_copies, monkeypatch):
+    lens = [random.randint(0, 200) for _ in range(5)]
+    case = decode_case(format_name, torch.float16, (4, 2, random.choice([16, 32])), lens, granule_tokens=128)
+    out = run_in_python(case, DecodeSchedule(64, 2, 4, 1), None, 4, late_copies, monkeypatch)
+    assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
 
 
 def test_it_does_not_matter_which_program_comes_last(monkeypatch):
