@@ -108,6 +108,12 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` and nothing around it, in which the text of a special token stays text."""
+        if self.guard.always or self.guard.has_special(text):
+            return self.guard.encode(self.guard.mark(text))
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once; ids outside the vocabulary have no text. For streams use `Detokenizer`."""
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
