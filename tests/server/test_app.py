@@ -1,5 +1,6 @@
 """The whole server against the openai client and raw HTTP; the fake engine behind it makes every answer predictable."""
 
+import gzip
 import json
 import socket
 import threading
@@ -160,6 +161,10 @@ def test_tokenize_and_back(server):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_only_json_bodies_within_the_limit(server, path):
     assert server.request(path, b"{}", headers={"Content-Type": "text/plain"})[0] == 415
+    body = gzip.compress(b'{"prompt": "x"}')
+    status, answer, _ = server.request(path, body, headers={"Content-Encoding": "gzip"})
+    assert status == 415
+    assert "Content-Encoding" in json.loads(answer)["error"]["message"]
     big = json.dumps({"prompt": "x" * 60000}).encode()
     status, body, headers = server.request(path, big)
     assert (status, headers["connection"]) == (413, "close")
