@@ -64,6 +64,7 @@ UNAVAILABLE = {
     "engine_dead": "The engine has stopped, and this server is about to exit",
     "engine_stuck": "The engine has not answered for longer than --engine_timeout",
     "engine_overloaded": "The engine does not take requests at the moment; try again later",
+    "tokenizer_busy": "Texts of other requests keep the tokenizer busy; try again later",
     "queue_timeout": "The request waited longer than --max_queue_time for its first token; try again later",
     "server_shutting_down": "The server is shutting down; try another one",
 }
