@@ -7,6 +7,7 @@ ask for HTTP/2 beside.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import socket
@@ -55,6 +56,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"--host {host} is not an address of this machine; leave it out, or give 0.0.0.0"
+            ) from error
         raise UserError(f"--port {port} on {host} cannot be used: {error.strerror}; choose another, or 0") from error
     listener.setblocking(False)
     return listener

@@ -238,7 +238,14 @@ def test_fit_max_tokens_cuts_to_the_room():
     assert fit_max_tokens(chat().params, 30, small).max_tokens == 20
 
 
-@given(st.integers(0, 200), st.integers(8, 150), st.integers(8, 150), st.none() | st.integers(1, 200))
+def test_a_prompt_without_tokens_is_refused():
+    """Chat templates can make one, and tokenizers that drop spaces."""
+    with pytest.raises(ApiError, match="no tokens") as caught:
+        fit_max_tokens(chat().params, 0, CTX)
+    assert caught.value.status == 400
+
+
+@given(st.integers(1, 200), st.integers(8, 150), st.integers(8, 150), st.none() | st.integers(1, 200))
 def test_fit_max_tokens_never_exceeds_either_limit(prompt_len, model_len, kv_tokens, max_tokens):
     ctx = RequestContext(["m"], model_len, kv_tokens, VOCAB)
     room = min(model_len, kv_tokens) - prompt_len
