@@ -73,7 +73,7 @@ BAD_VALUES = {
     "best_of": [0, 2, 129, "1", 1.5],
     "presence_penalty": [-2.01, 2.01, math.nan, "x"],
     "frequency_penalty": [-2.01, 2.01, math.inf, None.__class__],
-    "repetition_penalty": [0, -1, math.nan, math.inf, "1", 101],
+    "repetition_penalty": [0, 5e-324, 9e-21, -1, math.nan, math.inf, "1", 101],
     "seed": [2**64, 2**63, -(2**63) - 1, "1", 1.5, True],
     "stop": ["", ["a", ""], list("abcde"), "x" * 10_000_000, 5, {"a": 1}, ["x" * 1025]],
     "stop[1]": [["a", 5], ["a", None], ["a", ["b"]]],
