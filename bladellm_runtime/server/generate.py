@@ -150,7 +150,8 @@ async def _prepare_prompt(
         text = prompt
     else:
         tokens = prompt
-        text = await state.pool.run("prompt", state.tokenizer.decode, prompt) if call.echo else ""
+        skip = params.skip_special_tokens
+        text = await state.pool.run("prompt", state.tokenizer.decode, prompt, skip) if call.echo else ""
     fitted = fit_max_tokens(params, len(tokens), state.context)
     return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt, call.constraint)
 
