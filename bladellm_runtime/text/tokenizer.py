@@ -117,8 +117,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once; ids outside the vocabulary have no text. For streams use `Detokenizer`."""
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
-        return text
+        # The batch call lets other Python threads run meanwhile, as in `encode`.
+        texts: list[str] = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one token, be it only a part of a UTF-8 character; special tokens are their text."""

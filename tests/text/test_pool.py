@@ -80,6 +80,26 @@ def test_a_megabyte_of_one_character_does_not_hang_the_event_loop(unit):
     assert longest < max(0.5, took / 2)
 
 
+def test_other_threads_go_on_while_a_million_tokens_are_decoded():
+    ids, waits, done = [5] * 1_000_000, [], threading.Event()
+
+    def wait():
+        while not done.is_set():
+            begin = time.perf_counter()
+            time.sleep(0.001)
+            waits.append(time.perf_counter() - begin)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    begin = time.perf_counter()
+    text = demo().decode(ids)
+    took = time.perf_counter() - begin
+    done.set()
+    waiter.join()
+    assert text == demo().decode([5]) * len(ids)
+    assert max(waits) < took / 2
+
+
 def test_a_call_that_takes_too_long_is_a_parameter_error():
     async def work(pool):
         pool.time_limit = 0.05
