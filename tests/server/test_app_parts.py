@@ -75,6 +75,7 @@ def test_admission_never_exceeds_its_limit_and_gives_everything_back(limit, size
                 admission.enter(size)
             assert caught.value.status == (400 if size > limit else 429)
             assert (caught.value.retry_after is not None) == (caught.value.status == 429)
+            assert size > limit or f"has {sum(entered)} now" in caught.value.message
             if entered:
                 admission.leave(entered.pop(0))
         assert admission.open == sum(entered) <= limit
