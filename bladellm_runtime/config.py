@@ -367,6 +367,8 @@ def _read_keys(flag_name: str, path: str | None) -> list[str]:
         lines = Path(path).read_text().split("\n")
     except OSError as error:
         raise ConfigError(f"--{flag_name} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"--{flag_name} {path} is not UTF-8 text; write one key a line") from None
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise ConfigError(f"--{flag_name} {path} holds no key; write one a line")

@@ -16,6 +16,8 @@ MAX_LOGPROBS = 20
 MAX_CACHE_SALT_CHARS = 256
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32 without changing the arg-max."""
+LEAST_REPETITION_PENALTY = 1e-20
+"""Logits are divided by it; by less they could leave the range of float32."""
 _CACHE_SALT = re.compile(rf"[!-~]{{1,{MAX_CACHE_SALT_CHARS}}}")
 
 
@@ -94,7 +96,7 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

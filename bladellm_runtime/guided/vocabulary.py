@@ -1,6 +1,5 @@
 """`Vocabulary`: the bytes of every token, as constraints see them."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,7 +27,8 @@ class Vocabulary:
     pieces: tuple[bytes, ...]
     end_ids: tuple[int, ...]
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
-    """The tokenizer's way to write a text, if known: where the text is forced, back ends may allow only that."""
+    """The tokenizer's way to write a text, without special tokens, if known: where the text is forced, back ends may
+    allow only that."""
 
     @property
     def words(self) -> int:
@@ -66,7 +66,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int] 
         raise ConfigError("guided decoding needs an end token; set eos_token_id in generation_config.json")
     hidden = tokenizer.special_ids.union(ends)
     pieces = tuple(b"" if token in hidden else tokenizer.token_bytes(token) for token in range(vocab_size))
-    return Vocabulary(pieces, ends, functools.partial(tokenizer.encode, add_special_tokens=False))
+    return Vocabulary(pieces, ends, tokenizer.encode_plain)
 
 
 def packed(chosen: npt.NDArray[np.bool_]) -> Row:

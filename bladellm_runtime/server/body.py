@@ -31,12 +31,20 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        # Only the reason: the exception carries the whole document.
-        raise invalid_request(f"The request body is not valid JSON: {error.msg} at character {error.pos}") from None
+        raise _not_json(raw, error) from None
     if not isinstance(body, dict):
         raise invalid_request("The request body must be a JSON object")
     _check_unique_keys(structure, body)
     return body
+
+
+def _not_json(raw: bytes, error: orjson.JSONDecodeError) -> ApiError:
+    """The 400 with what is wrong and where, and no more: the exception carries the whole document."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as wrong:
+        return invalid_request(f"The request body is not valid UTF-8 at byte {wrong.start}")
+    return invalid_request(f"The request body is not valid JSON: {error.msg} at character {error.pos}")
 
 
 def _structure(raw: bytes) -> bytes:

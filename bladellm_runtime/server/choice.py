@@ -82,9 +82,11 @@ class RunningChoice:
         self._stream = TextStream(tokenizer, request)
         self._json = tokenizer.token_json(request.params.skip_special_tokens)
         self._written = 0
-        hidden = tokenizer.special_ids if request.params.skip_special_tokens else ()
-        scored = request.params.logprobs is not None
-        self._logprobs = ChoiceLogprobs(tokenizer.token_bytes, hidden) if scored else None
+        self._logprobs: ChoiceLogprobs | None = None
+        if request.params.logprobs is not None:
+            self._logprobs = ChoiceLogprobs(
+                tokenizer.token_bytes, tokenizer.special_ids, skip_special=request.params.skip_special_tokens
+            )
         self._scheduled_at = 0.0
         self._last_at = 0.0
 
@@ -147,7 +149,7 @@ class RunningChoice:
     def _read_logprobs(self, logprobs: ChoiceLogprobs, delta: RequestDelta, text: TextDelta) -> list[TokenLogprob]:
         entries: list[TokenLogprob] = []
         if self.echo is not None:
-            entries += logprobs.prompt(self.request.prompt, delta.prompt_logprobs or [])
+            entries += logprobs.prompt(self.request.prompt, delta.prompt_logprobs or [], self.echo)
         return entries + logprobs.extend(text.logprobs or [])
 
     def _clock(self, tokens: int, scheduled_at: float | None) -> None:

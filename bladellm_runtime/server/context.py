@@ -56,8 +56,11 @@ class RequestContext:
 def check_prompt_length(prompt_len: int, ctx: RequestContext) -> int:
     """How many tokens fit behind a prompt of `prompt_len` tokens.
 
-    Raises `ApiError` 400 `context_length_exceeded`, naming both lengths, when not even one does.
+    Raises `ApiError` 400 `context_length_exceeded`, naming both lengths, when not even one does, and 400 for a prompt
+    without tokens, behind which nothing can be generated.
     """
+    if not prompt_len:
+        raise invalid_request("The prompt has no tokens; send a text that the model can continue")
     if prompt_len >= ctx.max_model_len:
         raise _too_long(
             f"This model's maximum context length is {ctx.max_model_len} tokens, but the prompt has {prompt_len}; "

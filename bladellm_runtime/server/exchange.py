@@ -65,10 +65,12 @@ class Exchange:
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
     def check_json(self) -> None:
-        """Raise `ApiError` 415 unless the body is declared as JSON."""
+        """Raise `ApiError` 415 unless the body is declared as JSON that is not compressed."""
         declared = self.header(b"content-type") or b""
         if declared.split(b";")[0].strip().lower() != b"application/json":
             raise ApiError(415, "The request body must be JSON: send the header Content-Type: application/json")
+        if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
+            raise ApiError(415, "The request body must not be compressed: leave out the header Content-Encoding")
 
     async def read_body(self, limit: int, patience: float) -> bytes:
         """The whole body.

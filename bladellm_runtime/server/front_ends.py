@@ -16,6 +16,7 @@ from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.place import Place
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.host import write_line
+from bladellm_runtime.wire.transport import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class FrontEnds:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.place = Place()
         if front_ends > 1:
-            self._folder = tempfile.TemporaryDirectory(prefix="bladellm-")  # made with mode 0700
+            self._folder = private_folder()
             self.place = Place.first(Path(self._folder.name), front_ends)
         self._keepers: list[asyncio.Task[None]] = []
         self._processes: dict[int, Process] = {}

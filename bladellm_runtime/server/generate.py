@@ -20,7 +20,9 @@ from bladellm_runtime.server.context import RequestContext, fit_max_tokens
 from bladellm_runtime.server.errors import ApiError, from_parameter_error, internal_error
 from bladellm_runtime.server.exchange import ClientGone, Exchange
 from bladellm_runtime.server.generation import Generation, PromptWork
+from bladellm_runtime.server.limits import unavailable
 from bladellm_runtime.server.state import ServerState
+from bladellm_runtime.text.pool import PoolBusyError
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +38,22 @@ async def generate(state: ServerState, exchange: Exchange, parser: Parser) -> No
     except ClientGone:
         state.metrics.disconnects += 1
     except ApiError as error:
-        state.metrics.rejected[error.code or str(error.status)] += 1
-        await exchange.fail(error)
+        await _refuse(state, exchange, error)
     except ParameterError as error:
         state.metrics.rejected["400"] += 1
         await exchange.fail(from_parameter_error(error))
+    except PoolBusyError:
+        await _refuse(state, exchange, unavailable("tokenizer_busy"))
     except asyncio.CancelledError:
         # Only a server that ends cancels its handlers.
         exchange.drop()
     except Exception:
         await fail_unexpectedly(exchange)
+
+
+async def _refuse(state: ServerState, exchange: Exchange, error: ApiError) -> None:
+    state.metrics.rejected[error.code or str(error.status)] += 1
+    await exchange.fail(error)
 
 
 async def fail_unexpectedly(exchange: Exchange) -> None:
@@ -142,7 +150,8 @@ async def _prepare_prompt(
         text = prompt
     else:
         tokens = prompt
-        text = await state.pool.run("prompt", state.tokenizer.decode, prompt) if call.echo else ""
+        skip = params.skip_special_tokens
+        text = await state.pool.run("prompt", state.tokenizer.decode, prompt, skip) if call.echo else ""
     fitted = fit_max_tokens(params, len(tokens), state.context)
     return PromptWork(tokens, fitted, text if call.echo else None, call.cache_salt, call.constraint)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.config import ServingArgs, read_admin_keys, read_api_keys
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.adapters import make_adapters
@@ -57,6 +57,8 @@ def serve(
     """
     # What it would refuse is refused before the engine is started.
     make_adapters(args, served_names(args), None).close()
+    read_api_keys(args)
+    read_admin_keys(args)
     listener = bind(args.host, args.port)
     try:
         allow_descriptors(args.max_connections)

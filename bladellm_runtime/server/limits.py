@@ -32,7 +32,7 @@ class Admission:
     def check_room(self) -> None:
         """Raise `ApiError` 429 when not even one more choice can enter."""
         if self.open_everywhere >= self.limit:
-            raise too_many_requests(self.limit)
+            raise too_many_requests(self.limit, self.open_everywhere)
 
     def enter(self, choices: int) -> None:
         """Count `choices` as open. Raises `ApiError` 429, or 400 for more than the server takes at all."""
@@ -41,7 +41,7 @@ class Admission:
                 f"prompts times n is {choices}, but this server takes at most {self.limit} at once", "n"
             )
         if self.open_everywhere + choices > self.limit:
-            raise too_many_requests(self.limit)
+            raise too_many_requests(self.limit, self.open_everywhere)
         self._count.add(choices)
 
     def leave(self, choices: int) -> None:
@@ -49,9 +49,9 @@ class Admission:
         self._count.add(-choices)
 
 
-def too_many_requests(limit: int) -> ApiError:
-    """The 429 of a full queue."""
-    message = f"The server already has {limit} requests, as many as it takes; try again later"
+def too_many_requests(limit: int, open: int) -> ApiError:
+    """The 429 of a queue without room."""
+    message = f"The server takes {limit} requests at once, each choice counted, and has {open} now; try again later"
     return ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS)
 
 
@@ -64,6 +64,7 @@ UNAVAILABLE = {
     "engine_dead": "The engine has stopped, and this server is about to exit",
     "engine_stuck": "The engine has not answered for longer than --engine_timeout",
     "engine_overloaded": "The engine does not take requests at the moment; try again later",
+    "tokenizer_busy": "Texts of other requests keep the tokenizer busy; try again later",
     "queue_timeout": "The request waited longer than --max_queue_time for its first token; try again later",
     "server_shutting_down": "The server is shutting down; try another one",
 }

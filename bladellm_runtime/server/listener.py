@@ -1,10 +1,13 @@
 """The listening socket and a uvicorn protocol with the limits that uvicorn's own lacks.
 
-Ours adds: a time limit and a size limit for request headers, a cap on connections that is told in HTTP, and an end to
-connections whose client does not read their last bytes.
+Ours adds: a time limit and a size limit for request headers, a cap on connections that is told in HTTP, an end to
+connections whose client does not read their last bytes or has left pipelined requests, and the bodies of requests that
+ask for HTTP/2 beside.
 """
 
 import asyncio
+import contextlib
+import errno
 import logging
 import resource
 import socket
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -52,6 +56,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"--host {host} is not an address of this machine; leave it out, or give 0.0.0.0"
+            ) from error
         raise UserError(f"--port {port} on {host} cannot be used: {error.strerror}; choose another, or 0") from error
     listener.setblocking(False)
     return listener
@@ -168,6 +176,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
         self._refused = False
+        self._unanswered: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse the connection beyond the cap; else the time for its first request begins."""
@@ -179,8 +188,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Write no more, and stop all timers."""
+        """Write no more, stop all timers, and let every request know: uvicorn tells the last of pipelined ones."""
         self._gate.open = False
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         self.open_connections.add(-1)
         self._stop_header_timer()
         if self._abort_timer is not None:
@@ -199,10 +211,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless the parser only collects it: a header, a trailer or a chunk's head without end."""
-        if self._refused:
-            return
-        self._quiet_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        while data and not self._refused:
+            data = self._parse(data)
         if self._quiet_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
 
@@ -218,8 +229,9 @@ class GuardedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse_headers()
-        elif not self._refused:
+        elif not self._refused and not self._asks_for_upgrade:
             super().on_headers_complete()
+            self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete] + [self.cycle]
             extensions = {ABORT_EXTENSION: self.transport.abort, WRITE_EXTENSION: ChunkWriter(self.cycle, self._gate)}
             self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
 
@@ -232,7 +244,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The body is complete."""
         self._quiet_bytes = 0
-        if not self._refused:
+        if not self._refused and not self._asks_for_upgrade:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -255,6 +267,34 @@ class GuardedProtocol(HttpToolsProtocol):
         super().shutdown()
         if self.transport.is_closing():
             self._abort_later()
+
+    @property
+    def _asks_for_upgrade(self) -> bool:
+        """Whether the request being parsed asks for another protocol, and is to be parsed again without that."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse what came; returns what to parse next, if the parser has stopped in the middle."""
+        self._quiet_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser takes the body for the other protocol. A server may ignore the wish, and then it is the body:
+            # clients such as Java's send it with every request.
+            if self._asks_for_upgrade and not self._refused:
+                return self._head_without_upgrade() + data[upgrade.args[0] :]
+        return b""
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head of the request that was parsed last, for a new parser."""
+        start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # httptools < 0.6.3
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"\r\n".join([start, *lines, b"\r\n"])
 
     def _refuse_headers(self) -> None:
         self._refuse(431, f"The request headers are larger than {MAX_HEADER_BYTES} bytes or more than {MAX_HEADERS}")

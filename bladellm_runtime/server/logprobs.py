@@ -36,30 +36,48 @@ class TokenLogprob:
 class ChoiceLogprobs:
     """Turns the engine's token ids of one choice into text, in order; keeps the offset reached.
 
-    `token_bytes` gives the bytes of a token id, empty for an id without any. `hidden` are the ids that the answer's
-    text leaves out (skipped special tokens): they are listed, but take no room in the text.
+    `token_bytes` gives the bytes of a token id, empty for an id without any. `special` are the ids of special tokens;
+    with `skip_special` what is generated leaves them out: they are listed, but take no room in the text.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], hidden: Container[int] = ()) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], special: Container[int] = (), *, skip_special: bool = True
+    ) -> None:
         self._token_bytes = token_bytes
-        self._hidden = hidden
+        self._special = special
+        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def prompt(self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
-        """An echoed prompt: `scores` has one entry a token from the second on."""
+    def prompt(self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs], text: str) -> list[TokenLogprob]:
+        """A prompt echoed as `text`: `scores` has one entry a token from the second on.
+
+        The text has its special tokens or not: a text prompt those that were written in it, but not those put around.
+        """
         if not token_ids:
             return []
-        return [self._entry(token_ids[0], None, ()), *self.extend(scores)]
+        first = self._entry(token_ids[0], None, (), self._is_in(text, token_ids[0]))
+        return [first, *(self._scored(score, self._is_in(text, score.token_ids[0])) for score in scores)]
 
     def extend(self, scores: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         """The next generated tokens."""
-        return [self._entry(score.token_ids[0], score.logprobs[0], self._top(score)) for score in scores]
+        return [
+            self._scored(score, not (self._skip_special and score.token_ids[0] in self._special)) for score in scores
+        ]
 
-    def _entry(self, token_id: int, logprob: float | None, top: tuple[TopLogprob, ...]) -> TokenLogprob:
+    def _is_in(self, text: str, token_id: int) -> bool:
+        """Whether the text goes on with this token, which it does with any that is not special."""
+        if token_id not in self._special:
+            return True
+        return text.startswith(self._token_bytes(token_id).decode(errors="replace"), self._offset)
+
+    def _scored(self, score: TokenLogprobs, shown: bool) -> TokenLogprob:
+        return self._entry(score.token_ids[0], score.logprobs[0], self._top(score), shown)
+
+    def _entry(self, token_id: int, logprob: float | None, top: tuple[TopLogprob, ...], shown: bool) -> TokenLogprob:
         token = self._token_bytes(token_id)
         entry = TokenLogprob(token, None if logprob is None else _finite(logprob), top, self._offset)
-        if token_id not in self._hidden:
+        if shown:
             # Incremental: a character split over tokens counts once, with its last token.
             self._offset += len(self._decoder.decode(token))
         return entry

@@ -17,9 +17,11 @@ from bladellm_runtime.server.errors import ApiError, from_parameter_error, inval
 from bladellm_runtime.server.fields import Fields
 from bladellm_runtime.server.generate import tokenize_chat
 from bladellm_runtime.server.health import engine_condition
+from bladellm_runtime.server.limits import unavailable
 from bladellm_runtime.server.models_api import model_card, models_list
 from bladellm_runtime.server.sampling import check_token_id
 from bladellm_runtime.server.state import ServerState
+from bladellm_runtime.text.pool import PoolBusyError
 
 GENERATION = {"/v1/chat/completions": ("chat completions", "messages"), "/v1/completions": ("completions", "prompt")}
 """The hot routes: what OpenAI calls them, and the field that each needs."""
@@ -30,6 +32,7 @@ def cold_routes(state: ServerState) -> FastAPI:
     app = FastAPI(title="BladeLLM Open", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(ParameterError, _answer_parameter_error)
+    app.add_exception_handler(PoolBusyError, _answer_busy)
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_probes(app, state)
     _add_models(app, state)
@@ -147,6 +150,10 @@ async def _answer_parameter_error(request: Request, error: Exception) -> Respons
     if not isinstance(error, ParameterError):
         raise error
     return await _answer_api_error(request, from_parameter_error(error))
+
+
+async def _answer_busy(request: Request, error: Exception) -> Response:
+    return await _answer_api_error(request, unavailable("tokenizer_busy"))
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

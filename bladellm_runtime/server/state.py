@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from bladellm_runtime.config import ServingArgs, read_admin_keys, read_api_keys
-from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.errors import CheckpointError, ConfigError
 from bladellm_runtime.server.adapters import Adapters, make_adapters
 from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.context import RequestContext, SamplingDefaults
@@ -125,7 +125,9 @@ def make_state(
 
 
 def served_names(args: ServingArgs) -> list[str]:
-    """The names requests may use."""
+    """The names requests may use. Raises `ConfigError` for an empty one."""
+    if not all(args.served_model_name):
+        raise ConfigError("--served_model_name must not be empty; leave it out to serve the model under its own name")
     return args.served_model_name or [args.model]
 
 

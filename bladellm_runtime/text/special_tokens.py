@@ -37,6 +37,10 @@ class SpecialTokenGuard:
         self.always = backend.normalizer is not None and any(token.normalized for _, token in self._special.values())
         """True where special tokens are matched in normalised text, which may differ from the text marked here."""
 
+    def has_special(self, text: str) -> bool:
+        """Whether the text of a special token is in `text`."""
+        return self._any.search(text) is not None
+
     def mark(self, text: str) -> str:
         """`text` with a mark before each character that could begin or complete a special token."""
         if not text or not self._special:
@@ -61,7 +65,7 @@ class SpecialTokenGuard:
         return [real_ids.get(token_id, token_id) for token_id in ids]
 
     def _places(self, text: str) -> set[int]:
-        places = {match.start() for match in self._each.finditer(text)} if self._any.search(text) else set()
+        places = {match.start() for match in self._each.finditer(text)} if self.has_special(text) else set()
         reach = min(len(text), self._longest - 1)
         if any(text[:end] in self._suffixes for end in range(1, reach + 1)):
             places.add(0)

@@ -108,11 +108,18 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` and nothing around it, in which the text of a special token stays text."""
+        if self.guard.always or self.guard.has_special(text):
+            return self.guard.encode(self.guard.mark(text))
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once; ids outside the vocabulary have no text. For streams use `Detokenizer`."""
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
-        return text
+        # The batch call lets other Python threads run meanwhile, as in `encode`.
+        texts: list[str] = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one token, be it only a part of a UTF-8 character; special tokens are their text."""

@@ -1,6 +1,7 @@
 """A ZMQ pair a front end: the front end binds, the engine connects. Messages are msgpack, never pickle."""
 
 import logging
+import os
 import tempfile
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from bladellm_runtime.errors import UserError
 from bladellm_runtime.wire.contexts import end_context, open_context
 from bladellm_runtime.wire.messages import (
     AttachFrontEnd,
@@ -34,6 +36,8 @@ SEND_PATIENCE = 10.0
 CLOSE_LINGER_MS = 500
 HEARTBEAT_SECONDS = 0.5
 """The longest time between two messages to a front end while steps run, whether or not it has requests in them."""
+LONGEST_NAME = len("/bladellm-12345678/results")
+"""The longest name of a socket in a private folder: those between ranks are in a folder below."""
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 # A decoder's type parameter cannot be a union for mypy, hence the annotations.
@@ -45,9 +49,30 @@ class FrontEndGone(ConnectionError):
     """Nobody takes the engine's messages any more; the engine should release everything and exit."""
 
 
+def private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A new folder for sockets that only this user may enter, to be removed at the end.
+
+    Raises `UserError` where none can be made, or its path is too long for the names of sockets.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="bladellm-")  # made with mode 0700
+    except OSError as error:
+        raise UserError(f"no temporary folder can be made ({error.strerror}); set TMPDIR to one with room") from error
+    most = zmq.IPC_PATH_MAX_LEN - LONGEST_NAME
+    if len(os.fsencode(folder.name)) <= most:
+        return folder
+    folder.cleanup()
+    parent = Path(folder.name).parent
+    excess = len(os.fsencode(folder.name)) - most
+    raise UserError(f"the path of {parent} is {excess} bytes too long for sockets in it; set TMPDIR to a shorter one")
+
+
 def private_address() -> tuple[str, tempfile.TemporaryDirectory[str]]:
-    """An `ipc://` address in a new folder that only this user may enter, and the folder, to be removed at the end."""
-    folder = tempfile.TemporaryDirectory(prefix="bladellm-")  # made with mode 0700
+    """An `ipc://` address in a new folder that only this user may enter, and the folder, to be removed at the end.
+
+    Raises `UserError`.
+    """
+    folder = private_folder()
     return f"ipc://{Path(folder.name) / 'engine'}", folder
 
 

@@ -1,5 +1,6 @@
 """The whole server against the openai client and raw HTTP; the fake engine behind it makes every answer predictable."""
 
+import gzip
 import json
 import socket
 import threading
@@ -119,6 +120,22 @@ def test_echo_scores_the_prompt(client):
     assert answer.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("prompt", ["<|im_start|>Hi<|im_end|>!", [1, 300, 2, 301], "<|im_start|", [2]])
+def test_special_tokens_of_an_echoed_prompt_stand_at_their_offsets(client, prompt, skip):
+    extra = {"skip_special_tokens": skip, "ignore_eos": True}
+    answer = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=3, echo=True, logprobs=0, extra_body=extra
+    )
+    [choice] = answer.choices
+    shown = isinstance(prompt, str) or not skip
+    assert ("<|im_" in choice.text) is shown
+    pairs = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+    kept = [(token, offset) for token, offset in pairs if shown or not token.startswith("<|im_")]
+    assert "".join(token for token, _ in kept) == choice.text
+    assert all(choice.text.startswith(token, offset) for token, offset in kept)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_comes_before_the_answer(client, stream):
     answer = client.completions.create(model="demo", prompt="Echo", max_tokens=4, echo=True, stream=stream)
@@ -160,6 +177,10 @@ def test_tokenize_and_back(server):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_only_json_bodies_within_the_limit(server, path):
     assert server.request(path, b"{}", headers={"Content-Type": "text/plain"})[0] == 415
+    body = gzip.compress(b'{"prompt": "x"}')
+    status, answer, _ = server.request(path, body, headers={"Content-Encoding": "gzip"})
+    assert status == 415
+    assert "Content-Encoding" in json.loads(answer)["error"]["message"]
     big = json.dumps({"prompt": "x" * 60000}).encode()
     status, body, headers = server.request(path, big)
     assert (status, headers["connection"]) == (413, "close")

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
 
-from bladellm_runtime.errors import UserError
+from bladellm_runtime.config import ServingArgs
+from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.exchange import ClientGone, Exchange
 from bladellm_runtime.server.histogram import Histogram
+from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
 from bladellm_runtime.server.listener import bind, url_of
 from bladellm_runtime.server.shared_counts import SharedCounts
@@ -73,6 +75,7 @@ def test_admission_never_exceeds_its_limit_and_gives_everything_back(limit, size
                 admission.enter(size)
             assert caught.value.status == (400 if size > limit else 429)
             assert (caught.value.retry_after is not None) == (caught.value.status == 429)
+            assert size > limit or f"has {sum(entered)} now" in caught.value.message
             if entered:
                 admission.leave(entered.pop(0))
         assert admission.open == sum(entered) <= limit
@@ -202,5 +205,24 @@ def test_a_taken_port_and_a_strange_host_are_one_sentence():
     with pytest.raises(UserError, match=f"--port {port} .*choose another"):
         bind("127.0.0.1", port)
     listener.close()
-    with pytest.raises(UserError, match="--host no"):
-        bind("no.such.host.invalid", 0)
+    for host in ("no.such.host.invalid", "192.0.2.1"):
+        with pytest.raises(UserError, match=f"--host {host} is not an address of this machine"):
+            bind(host, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"api_key_file": "missing"}, "--api_key_file missing cannot be read"),
+        ({"admin_api_key_file": "missing"}, "--admin_api_key_file missing cannot be read"),
+        ({"api_key_file": "{folder}/bytes"}, "--api_key_file .*bytes is not UTF-8 text"),
+        ({"api_key": [""]}, "--api_key must not be empty"),
+        ({"served_model_name": ["a", ""]}, "--served_model_name must not be empty"),
+    ],
+)
+def test_flags_are_refused_before_the_model_is_loaded(tmp_path, flags, said):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    given = {name: value.format(folder=tmp_path) if isinstance(value, str) else value for name, value in flags.items()}
+    lora = {"enable_lora": True, "lora_dir": str(tmp_path)} if "admin_api_key_file" in flags else {}
+    with pytest.raises(ConfigError, match=said):
+        serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path, engine_command=["false"])

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import psutil
@@ -19,6 +21,7 @@ from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.server import front_ends
 from bladellm_runtime.server.front_ends import FrontEnds
 from tests.server.openai_support import decode, greedy
+from tests.support.fake_tokens import DEMO_MODEL
 from tests.support.late import start_too_late
 from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
 
@@ -267,11 +270,13 @@ def test_all_processes_end_with_the_first(server):
 
 
 def test_a_front_end_that_cannot_start_ends_the_server_with_its_sentence(tmp_path):
-    server = LiveServer(frontend_processes=2, api_key_file=str(tmp_path / "missing"))
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"temperature": -1}')
+    server = LiveServer(frontend_processes=2, model=str(model))
     with pytest.raises(AssertionError, match="the server did not start") as caught:
         server.start()
-    assert str(caught.value).count("cannot be read: No such file or directory") == 1
-    assert server.wait() == 2
+    assert str(caught.value).count("generation_config.json: temperature must be between") == 1
+    assert server.wait() == 1
     server.stop()
 
 

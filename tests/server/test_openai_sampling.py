@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from bladellm_runtime.request import LEAST_REPETITION_PENALTY
 from tests.conftest import DEMO
 from tests.engine import reference
 from tests.engine.reference import PROMPTS
@@ -211,6 +212,12 @@ def test_logit_bias_forces_and_forbids(client):
     banned = generate(encode(PROMPTS[1]), 20, eos_token_id=None, bad_words_ids=[[greedy(PROMPTS[1], 1)[0]]])
     [choice] = complete(client, PROMPTS[1], 20, temperature=0, logit_bias={str(greedy(PROMPTS[1], 1)[0]): -100})
     assert choice.text == decode(banned) != decode(greedy(PROMPTS[1], 20))
+
+
+def test_extreme_repetition_penalties_generate(client):
+    for penalty in (LEAST_REPETITION_PENALTY, 100):
+        [choice] = complete(client, PROMPTS[1], 5, temperature=2e-5, extra_body={"repetition_penalty": penalty})
+        assert choice.finish in ("stop", "length")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])

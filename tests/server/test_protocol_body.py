@@ -45,6 +45,11 @@ def test_a_valid_object_comes_through_unchanged(value, ascii_only):
     assert parse_body(json.dumps(value, indent=3).encode()) == value
 
 
+@pytest.mark.parametrize(("raw", "place"), [(b'{"prompt": "\xff"}', 12), ("{}".encode("utf-16"), 0)])
+def test_bytes_that_are_not_utf_8_are_called_that(raw, place):
+    assert refused(raw).message == f"The request body is not valid UTF-8 at byte {place}"
+
+
 @given(OBJECTS, TEXT, VALUES, st.data())
 def test_a_duplicate_key_is_refused_at_any_depth(value, key, inner, data):
     twice = f"{{{json.dumps(key)}: {json.dumps(inner)}, {json.dumps(key, ensure_ascii=False)}: 1}}"

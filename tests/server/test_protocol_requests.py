@@ -73,7 +73,7 @@ BAD_VALUES = {
     "best_of": [0, 2, 129, "1", 1.5],
     "presence_penalty": [-2.01, 2.01, math.nan, "x"],
     "frequency_penalty": [-2.01, 2.01, math.inf, None.__class__],
-    "repetition_penalty": [0, -1, math.nan, math.inf, "1", 101],
+    "repetition_penalty": [0, 5e-324, 9e-21, -1, math.nan, math.inf, "1", 101],
     "seed": [2**64, 2**63, -(2**63) - 1, "1", 1.5, True],
     "stop": ["", ["a", ""], list("abcde"), "x" * 10_000_000, 5, {"a": 1}, ["x" * 1025]],
     "stop[1]": [["a", 5], ["a", None], ["a", ["b"]]],
@@ -238,7 +238,14 @@ def test_fit_max_tokens_cuts_to_the_room():
     assert fit_max_tokens(chat().params, 30, small).max_tokens == 20
 
 
-@given(st.integers(0, 200), st.integers(8, 150), st.integers(8, 150), st.none() | st.integers(1, 200))
+def test_a_prompt_without_tokens_is_refused():
+    """Chat templates can make one, and tokenizers that drop spaces."""
+    with pytest.raises(ApiError, match="no tokens") as caught:
+        fit_max_tokens(chat().params, 0, CTX)
+    assert caught.value.status == 400
+
+
+@given(st.integers(1, 200), st.integers(8, 150), st.integers(8, 150), st.none() | st.integers(1, 200))
 def test_fit_max_tokens_never_exceeds_either_limit(prompt_len, model_len, kv_tokens, max_tokens):
     ctx = RequestContext(["m"], model_len, kv_tokens, VOCAB)
     room = min(model_len, kv_tokens) - prompt_len

@@ -143,7 +143,7 @@ def test_the_error_event_is_the_error_object():
 
 def test_logprobs_of_an_echoed_prompt_and_its_answer():
     choice = ChoiceLogprobs(PIECES.__getitem__)
-    entries = choice.prompt([0, 1], [TokenLogprobs([1, 4], [-0.5, -1.5])])
+    entries = choice.prompt([0, 1], [TokenLogprobs([1, 4], [-0.5, -1.5])], "Hello")
     entries += choice.extend([TokenLogprobs([2, 2], [-math.inf, -0.25]), TokenLogprobs([3], [-1.0])])
     entries += choice.extend([TokenLogprobs([4], [-2.0])])
     body = orjson.loads(
@@ -187,9 +187,7 @@ def test_offsets_point_into_the_text(tokens):
 
 
 def test_hidden_tokens_take_no_room_in_the_text():
-    entries = ChoiceLogprobs(PIECES.__getitem__, hidden={1}).extend(
-        [TokenLogprobs([id], [-1.0]) for id in (0, 1, 0, 4)]
-    )
+    entries = ChoiceLogprobs(PIECES.__getitem__, {1}).extend([TokenLogprobs([id], [-1.0]) for id in (0, 1, 0, 4)])
     assert [(entry.token, entry.offset) for entry in entries] == [
         (b"Hel", 0),
         (b"lo", 3),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bladellm_runtime.errors import UserError
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire import transport
 from bladellm_runtime.wire.contexts import end_context, open_context
@@ -30,7 +32,7 @@ from bladellm_runtime.wire.messages import (
     front_end_of,
     request_ids,
 )
-from bladellm_runtime.wire.transport import EnginePort, FrontEndGone, open_socket, private_address
+from bladellm_runtime.wire.transport import EnginePort, FrontEndGone, open_socket, private_address, private_folder
 
 ids = st.integers(0, 2**63 - 1)
 tokens = st.lists(st.integers(0, 2**31), max_size=20)
@@ -102,6 +104,16 @@ def test_parameters_are_checked_again_on_arrival():
     fields = dataclasses.asdict(request.params) | {"top_p": float("nan")}
     frame = msgspec.msgpack.encode(["add", 1, [1], fields, 0, 0.0])
     assert transport.decode_front_message(frame) is None
+
+
+def test_a_temporary_folder_that_cannot_hold_sockets_is_one_sentence(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    for parent, said in ((deep, "too long for sockets.*TMPDIR"), (tmp_path / "missing", "No such file.*TMPDIR")):
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        with pytest.raises(UserError, match=said):
+            private_folder()
+    assert not list(deep.iterdir())
 
 
 @pytest.fixture
