@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -93,7 +94,8 @@ class LLM:
         `lora` is the folder of a LoRA adapter in PEFT's format, one for all or one each, None for the base model alone;
         it needs `enable_lora`, and an adapter that cannot be loaded is the `error` of its completions.
         Without a seed each request draws one. Cached prompts are shared only among calls with the same `cache_salt`.
-        Raises `ParameterError` when a prompt cannot be run at all.
+        Raises `ParameterError` for a prompt that is neither text nor token ids, before anything is run; one that is
+        empty or too long is the `error` of its completions.
         """
         salt = "" if cache_salt is None else check_cache_salt(cache_salt)
         choice = None if guided_choice is None else list(guided_choice)
@@ -105,35 +107,48 @@ class LLM:
         adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str | Path) else list(lora)
         if len(adapters) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts need as many adapters in lora, got {len(adapters)}")
+        ids = [self._token_ids(prompt) for prompt in prompts]
+        outputs = [GenerateOutput(prompt, tokens, []) for prompt, tokens in zip(prompts, ids, strict=True)]
         choices: dict[int, _Choice] = {}
-        triples = zip(prompts, each, map(_resolved, adapters), strict=True)
-        outputs = [self._add(*one, salt, constraint, choices) for one in triples]
-        while choices:
-            if self._engine.core.preparing:
-                time.sleep(PREPARING_SECONDS)
-            self._dispatch(self._engine.core.step(), choices)
+        try:
+            for one in zip(outputs, each, map(_resolved, adapters), strict=True):
+                self._add(*one, salt, constraint, choices)
+            while choices:
+                if self._engine.core.preparing:
+                    time.sleep(PREPARING_SECONDS)
+                self._dispatch(self._engine.core.step(), choices)
+        except BaseException:
+            # Whatever stopped the call: the next one must not go on with its requests.
+            self._engine.core.abort(list(choices))
+            raise
         return outputs
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [index(token) for token in prompt]
+        except TypeError:
+            raise ParameterError("each prompt must be a string or a list of token ids", "prompt") from None
 
     def _add(
         self,
-        prompt: str | list[int],
+        output: GenerateOutput,
         params: SamplingParams,
         adapter: str,
         salt: str,
         constraint: Constraint | None,
         choices: dict[int, _Choice],
-    ) -> GenerateOutput:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        output = GenerateOutput(prompt, ids, [])
+    ) -> None:
         seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        for index in range(params.n):
+        ids = output.prompt_token_ids
+        for choice in range(params.n):
             self._next_id += 1
-            request = AddRequest(self._next_id, ids, seeded, index, time.monotonic(), salt, constraint, adapter)
+            request = AddRequest(self._next_id, ids, seeded, choice, time.monotonic(), salt, constraint, adapter)
             completion = Completion(logprobs=None if params.logprobs is None else [])
             output.outputs.append(completion)
             choices[self._next_id] = _Choice(TextStream(self.tokenizer, request), output, completion)
             self._dispatch(self._engine.core.add(request), choices)
-        return output
 
     def _dispatch(self, deltas: Sequence[Delta], choices: dict[int, _Choice]) -> None:
         for delta in one_by_one(deltas):

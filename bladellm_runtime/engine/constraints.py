@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bladellm_runtime.engine.constraint_matcher import ConstraintMatcher
 from bladellm_runtime.engine.preparation import RefusedError
@@ -122,7 +123,7 @@ class Constraints:
                 matcher.fail(str(error))
                 mask[:] = ALL_TOKENS
             elif row.held:
-                matcher.only_end_left = not (mask & ~ends).any()
+                matcher.only_end_left = not _without(mask & ~ends, row.stops).any()
         self._masks += len(rows)
         self._mask_seconds += time.monotonic() - start
         return TokenMasks([row.row for row in rows], masks)
@@ -189,3 +190,12 @@ class Constraints:
             if not isinstance(error, UserError):
                 logger.warning("constraints will be refused: %s", error, exc_info=error)
             making.set_exception(error)
+
+
+def _without(mask: NDArray[np.int32], tokens: Iterable[int]) -> NDArray[np.int32]:
+    """The mask, in which these tokens, if it has them, are forbidden from now on."""
+    words = mask.view(np.uint32)
+    for token in tokens:
+        if token // 32 < len(words):
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+    return mask

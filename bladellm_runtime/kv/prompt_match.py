@@ -79,12 +79,21 @@ class Finder:
         """The child that shares most of the next tokens, and how many bytes of them, whole tokens."""
         best, most = None, COPY_TOKENS * TOKEN_BYTES - 1
         wanted = self.tokens[position : min(self.end, position + self.unit_bytes)]
-        for child in _latest(node, wanted[:TOKEN_BYTES]):
-            if child.unit is not None and child.born < self.copyable:
-                common = _common(child.tokens, wanted)
-                if common > most:
-                    best, most = child, common
+        for child in self._candidates(node, wanted):
+            common = _common(child.tokens, wanted)
+            if common > most:
+                best, most = child, common
         return best, most if best is not None else 0
+
+    def _candidates(self, node: Node, wanted: bytes) -> list[Node]:
+        """Children to copy from, those added last: of the ones with the next granule's tokens, which share more than
+        any other; where there are none, of the ones with the next token."""
+        alike = node.children.get(wanted[: self.granule_bytes], ())
+        found = itertools.islice(filter(self._may_copy, reversed(alike)), CANDIDATES)
+        return list(found) or list(filter(self._may_copy, _latest(node, wanted[:TOKEN_BYTES])))
+
+    def _may_copy(self, child: Node) -> bool:
+        return child.unit is not None and child.born < self.copyable
 
 
 def _latest(node: Node, first: bytes) -> list[Node]:
@@ -92,8 +101,8 @@ def _latest(node: Node, first: bytes) -> list[Node]:
     found: list[Node] = []
     for beginning in itertools.islice(reversed(node.children), SEEN):
         if beginning.startswith(first) and first:
-            found += reversed(node.children[beginning])
-            if len(found) >= CANDIDATES:
+            found += itertools.islice(reversed(node.children[beginning]), CANDIDATES - len(found))
+            if len(found) == CANDIDATES:
                 break
     return found
 

@@ -26,7 +26,7 @@ class TokenMatcher(Protocol):
     failure: str
     """A sentence for the client once the constraint cannot be followed any further; empty before."""
     only_end_left: bool
-    """Whether, of the tokens allowed next, none has text; known where end tokens are held back."""
+    """Whether every token allowed next would end the answer; known where min_tokens holds those back."""
 
     def accept(self, token: int) -> Progress:
         """Go on by one token, of a text or an end token."""
@@ -43,8 +43,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedRow:
-    """A row of a plan whose next token a matcher restricts. held: min_tokens holds its end tokens back."""
+    """A row of a plan whose next token a matcher restricts. held: min_tokens holds its end tokens back, and `stops`,
+    the stop tokens of its request."""
 
     row: int
     matcher: TokenMatcher
     held: bool
+    stops: tuple[int, ...] = ()

@@ -73,7 +73,8 @@ class ResultReader:
         matcher = seq.prepared.matcher
         if token < 0:
             if matcher is not None and matcher.only_end_left:
-                # Every token is forbidden: the constraint allows an end token alone, and min_tokens holds these back.
+                # Every token is forbidden: the constraint allows but some that end the answer, and min_tokens holds
+                # these back.
                 return self._end(seq, RequestDelta(seq.request_id, []), FinishReason.STOP)
             seq.failed = True
             return self._end(seq, RequestDelta(seq.request_id, [], error=INVALID_LOGITS), FinishReason.ERROR)

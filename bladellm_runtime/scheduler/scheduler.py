@@ -164,7 +164,8 @@ class Scheduler:
                 continue
             if len(seq.tokens) < plan.starts[row] + plan.query_lens[row]:
                 return None
-            found.append(ConstrainedRow(row, seq.prepared.matcher, seq.generated < seq.params.min_tokens))
+            held = seq.generated < seq.params.min_tokens
+            found.append(ConstrainedRow(row, seq.prepared.matcher, held, seq.params.stop_token_ids))
         return found
 
     @property

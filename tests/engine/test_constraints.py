@@ -1,6 +1,7 @@
 """Constraints act whatever else goes on: answers satisfy them, and others' tokens are those that they have alone."""
 
 import random
+import string
 import time
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def test_stop_tokens_end_an_answer_and_have_no_text(demo_model):
             assert after.tokens == before.tokens[: place + 1]
             assert (after.text + "," == before.text[: len(after.text) + 1]) == (comma in before.tokens)
         assert any(comma in answer.tokens for answer in plain)
+
+
+def test_an_answer_ends_where_only_its_stop_tokens_may_follow_and_min_tokens_holds_them_back(demo_model):
+    """As where only an end token may follow: it is no fault of the model's."""
+    with LLM(str(demo_model), dtype="float32", device="cpu", kv_cache_gib=0.02) as llm:
+        for character in string.ascii_letters:
+            stops = (2**30, *llm.tokenizer.encode(character))
+            params = SamplingParams(temperature=1.0, max_tokens=9, min_tokens=4, stop_token_ids=stops)
+            choice = llm.generate(["The"], params, guided_choice=[f"9{character}"])[0].outputs[0]
+            assert (choice.text, choice.finish_reason, choice.error) == ("9", FinishReason.STOP, None), character
 
 
 def test_row_30_a_constraint_without_an_end_stops_at_max_tokens(demo_model):

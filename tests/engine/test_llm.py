@@ -1,10 +1,12 @@
 """What `LLM` makes of its options."""
 
+import pytest
 import torch
 
-from bladellm_runtime import LLM
+from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import TARGET_TBT_MS, target_tbt
+from bladellm_runtime.errors import ParameterError
 
 
 def test_nobody_waits_for_tokens_of_a_file_of_prompts(demo_model):
@@ -16,3 +18,33 @@ def test_nobody_waits_for_tokens_of_a_file_of_prompts(demo_model):
     with LLM(str(demo_model), device="cpu", kv_cache_gib=0.05, target_tbt_ms=5.0) as llm:
         assert target_tbt(llm.args, gpu) == 5.0
         assert llm._engine.core._scheduler._planner.bound.milliseconds == 5.0
+
+
+@pytest.mark.parametrize("bad", ["\ud800", [5, 3.5], [5, "6"], None, 7])
+def test_a_prompt_that_is_none_leaves_nothing_of_its_call_behind(demo_model, bad):
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    with LLM(str(demo_model), device="cpu", kv_cache_gib=0.05) as llm:
+        before = llm.generate(["The"], greedy)[0].outputs[0].token_ids
+        with pytest.raises(ParameterError, match="prompt"):
+            llm.generate(["The", bad, "It"], greedy)
+        assert (llm.stats().waiting, llm.stats().running) == (0, 0)
+        assert llm.generate(["The"], greedy)[0].outputs[0].token_ids == before
+
+
+def test_a_call_that_was_interrupted_leaves_nothing_behind(demo_model, monkeypatch):
+    with LLM(str(demo_model), device="cpu", kv_cache_gib=0.05) as llm:
+        steps, step = 0, llm._engine.core.step
+
+        def interrupted():
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm._engine.core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["The", "It"], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert (llm.stats().waiting, llm.stats().running) == (0, 0)
+        assert len(llm.generate(["The"], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
+        assert llm.stats().kv_granules_used == 0

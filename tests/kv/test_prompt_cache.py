@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bladellm_runtime.kv import prompt_match
 from bladellm_runtime.kv.operations import Copy
 from bladellm_runtime.kv.prompt_match import COPY_TOKENS
 from tests.kv.paper_engine import Engine, bytes_of, prompt, shows
@@ -96,6 +97,33 @@ def test_part_of_a_block_is_copied(common):
     assert admission.cached == (common if common >= COPY_TOKENS else 0)
     assert sum(copy.tokens for copy in copies) == admission.cached
     assert all(copy.tokens == 8 for copy in copies[:-1])
+
+
+def test_part_of_a_block_is_found_behind_newer_prompts_that_begin_alike():
+    """All prompts have the first token, as with a token for the beginning of every text."""
+    engine = Engine(spec_of(4, 256, 4, 20, block=4))
+    tokens = prompt(17)
+    engine.serve(tokens)
+    for index in range(30):
+        engine.serve([tokens[0], 2000 + index, *prompt(16)])
+    assert engine.serve([*tokens[:11], 1999, *prompt(9)]).cached == 11
+
+
+def test_of_many_blocks_that_begin_alike_few_are_compared(monkeypatch):
+    engine = Engine(spec_of(4, 512, 4, 20, block=4))
+    beginning, compared = prompt(10), 0
+
+    def count(one: bytes, other: bytes) -> int:
+        nonlocal compared
+        compared += 1
+        return common(one, other)
+
+    common = prompt_match._common
+    monkeypatch.setattr(prompt_match, "_common", count)
+    for index in range(100):
+        compared = 0
+        assert engine.serve([*beginning, 2000 + index, *prompt(8)]).cached == (10 if index else 0)
+    assert compared <= prompt_match.CANDIDATES
 
 
 def test_a_tail_is_copied_not_shared():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from bladellm_runtime.scheduler import planner
 from bladellm_runtime.scheduler import prefill_budget as prefill_module
 from bladellm_runtime.scheduler.prefill_budget import (
     BUSY_BOUNDS,
@@ -17,6 +18,7 @@ from bladellm_runtime.scheduler.prefill_budget import (
     prefill_budget,
 )
 from bladellm_runtime.scheduler.prompt_load import AVERAGE_SECONDS, PromptLoad
+from bladellm_runtime.scheduler.sequence import Sequence
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs, padded
 from tests.conftest import ROOT
 from tests.scheduler.fake_device import limits_of, spec_of
@@ -176,6 +178,27 @@ def test_the_scheduler_cuts_prompts_beside_decodes_only():
     # Two halves, the first in a step of 576 tokens.
     assert lens == [[1, 575], [1, 449], [1, 1]]
     sim.finish()
+
+
+def test_a_long_queue_is_not_looked_at_to_its_end_in_every_step(monkeypatch):
+    """And yet makes steps as long as if it were: 5000 prompts of 2 tokens are 10000."""
+    demands, looks = [], 0
+    length, budget = Sequence.prefill_range.fget, planner.prefill_budget
+
+    def look(seq: Sequence) -> tuple[int, int]:
+        nonlocal looks
+        looks += 1
+        return length(seq)
+
+    monkeypatch.setattr(Sequence, "prefill_range", property(look))
+    monkeypatch.setattr(planner, "prefill_budget", lambda *asked: demands.append(asked[1]) or budget(*asked))
+    sim = simulation(max_batch_tokens=4096, prefill_chunk_tokens=4096, max_model_len=4096, num_granules=2000)
+    sim.scheduler.bound_steps(StepBound(14.0, replace(COST, token=COST.token / 10)))
+    for _ in range(5001):
+        sim.add([2, 3], max_tokens=1)
+    sim.launch()
+    assert looks <= 600
+    assert [demand.queued for demand in demands] == [pytest.approx(10_000, rel=0.01)]
 
 
 def test_chunks_of_any_length_give_the_same_answers(monkeypatch):
