@@ -16,6 +16,7 @@ from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.cut import Cut, make_cut
 from bladellm_runtime.models.cutting import describe_shape
 from bladellm_runtime.models.folder import file_in, read_json
+from bladellm_runtime.models.split_folder import check_config
 from bladellm_runtime.models.stages import stage_spec, stage_table
 from bladellm_runtime.models.weights import Part, WeightTable, weight_table
 
@@ -65,6 +66,7 @@ def make_plan(folder: Path, degree: int, stages: int = 1) -> ParallelPlan:
         file = file_in(folder, "config.json")
         return shard(describe_shape(Fields(file, read_json(file)), degree), degree, stages)
     manifest = read_manifest(folder)
+    check_config(folder, manifest)
     made = (manifest.tensor_parallel_size, manifest.pipeline_parallel_size)
     if made != (degree, stages):
         raise ConfigError(
