@@ -309,6 +309,25 @@ def test_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("target", ["empty", "nowhere"])
+def test_the_output_may_be_a_link(tmp_path: Path, target: str) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(target)
+    split_model(model.folder, tmp_path / "link", (2, 1))
+    assert verify(tmp_path / "link", model.folder).ranks == 2
+    assert verify(tmp_path / target, None).ranks == 2
+
+
+def test_a_mount_point_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename onto it would fail, at the end."""
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(ConfigError, match="is a mount point, which cannot be replaced; give a folder in it"):
+        split_model(model.folder, tmp_path / "disk", (2, 1))
+    split_model(model.folder, tmp_path / "disk" / "split", (2, 1))
+
+
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Random(tmp_path / "model", heads=6, kv_heads=2)
 
