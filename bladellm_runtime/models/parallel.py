@@ -4,6 +4,7 @@ All ranks have as many KV heads, and as many query heads to each of them, as the
 fewer, its rows of the q, k and v projections and its columns of the o projection are filled up with zeros.
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,6 +75,11 @@ def make_plan(folder: Path, degree: int, stages: int = 1) -> ParallelPlan:
             f"and {stages}; use these degrees, or the model that it was split from"
         )
     return manifest.plan
+
+
+def plan_digest(folder: Path, plan: ParallelPlan) -> str:
+    """What must be the same on all ranks: the model's description, and what each of them holds of it."""
+    return hashlib.sha256(file_in(folder, "config.json").read_bytes() + repr(plan).encode()).hexdigest()
 
 
 def rank_spec(spec: ModelSpec, plan: ParallelPlan, rank: int) -> ModelSpec:

@@ -11,7 +11,7 @@ LATE = SILENT_SECONDS + 0.1
 def serving(*ranks: int) -> Watchdog:
     dog = Watchdog(ranks)
     for rank in ranks:
-        dog.hear(Hello(rank, {}), 0.0)
+        dog.hear(Hello(rank, {}, ""), 0.0)
     dog.serving = True
     return dog
 
@@ -70,7 +70,7 @@ def test_a_step_may_take_as_long_on_every_stage():
     for done, limit in ((5, 3 * SILENT_SECONDS), (7, SILENT_SECONDS)):
         dog = Watchdog([1], stages=3)
         dog.serving = True
-        dog.hear(Hello(1, {}), 0.0)
+        dog.hear(Hello(1, {}, ""), 0.0)
         now = 0.0
         while (verdict := dog.verdict(now, 9, done, {})) is None:
             now += 0.5
@@ -95,7 +95,7 @@ def test_who_is_missing_and_who_is_nobody():
     dog = Watchdog([1, 2])
     dog.hear(Pulse(1, 0, 0, False), 0.0)
     assert dog.missing == [1, 2]
-    dog.hear(Hello(2, {}), 0.0)
+    dog.hear(Hello(2, {}, ""), 0.0)
     dog.hear(RankFailed(7, "stranger", True), 0.0)
     assert dog.missing == [1]
     assert not dog.trouble({})
