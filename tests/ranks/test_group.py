@@ -3,6 +3,7 @@
 import secrets
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.models.parallel import make_plan, plan_digest
+from bladellm_runtime.ranks import pulse
 from bladellm_runtime.ranks.channel import PlanReceiver
 from bladellm_runtime.ranks.group import Home, Ranks
 from bladellm_runtime.ranks.launch import flags_of, read_secret
 from bladellm_runtime.ranks.messages import Hello
+from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_tools.split.splitting import split_model
 from tests.distributed.models import Random
 from tests.models.quantized import edit_config
@@ -44,12 +47,14 @@ def ranks(args: EngineArgs, tmp_path: Path) -> Iterator[Ranks]:
 
 
 @contextmanager
-def joined(ranks: Ranks, args: EngineArgs, model: str) -> Iterator[None]:
-    """While rank 1 is there with these flags and this model."""
-    port = PlanReceiver(ranks.meeting.plans, 1, read_secret(args))
-    port.send(Hello(1, flags_of(args), model))
-    yield
-    port.close()
+def joined(ranks: Ranks, args: EngineArgs, model: str, rank: int = 1) -> Iterator[None]:
+    """While a rank is there with these flags and this model."""
+    port = PlanReceiver(ranks.meeting.plans, rank, read_secret(args))
+    port.send(Hello(rank, flags_of(args), model))
+    try:
+        yield
+    finally:
+        port.close()
 
 
 def test_a_rank_with_another_model_is_refused(ranks, args):
@@ -66,6 +71,18 @@ def test_a_rank_with_other_flags_is_refused(ranks, args):
             "the engine stopped: rank 1 was started with --max_running_requests 7 and rank 0 with 256; give the hosts "
             "the same flags"
         )
+
+
+def test_a_rank_that_there_is_not_hears_of_the_end(ranks, args, monkeypatch):
+    """Of a host with another --tensor_parallel_size, which would wait for minutes."""
+    ended = threading.Event()
+    monkeypatch.setattr(pulse, "end_rank", lambda reason: ended.set())
+    pulses = Pulses(ranks.meeting.plans, 3, read_secret(args))
+    pulses.start()
+    with joined(ranks, replace(args, tensor_parallel_size=4), "digest", rank=3):
+        assert "rank 3 was started with --tensor_parallel_size 4" in (ranks.verdict(WAIT_S) or "")
+        assert ended.wait(WAIT_S)
+    pulses.close()
 
 
 def test_the_model_may_be_elsewhere(ranks, args):
