@@ -83,7 +83,11 @@ def split_model(folder: Path, output: Path, degrees: tuple[int, int]) -> Split:
 
     Raises `UserError` for a model that cannot be split, and an output that is not empty or cannot be written.
     """
-    check_output(output, folder)
+    try:
+        check_output(output, folder)
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--output_dir {str(output)!r:.80} cannot be used ({reason}); give another one") from error
     output = output.resolve()  # a folder cannot take the place of a link to one
     if is_split(folder):
         raise ConfigError(f"--model {folder} is split already; give the folder it was split from")

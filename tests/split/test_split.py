@@ -319,6 +319,14 @@ def test_the_output_may_be_a_link(tmp_path: Path, target: str) -> None:
     assert verify(tmp_path / target, None).ranks == 2
 
 
+def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("circle", 250 * "x"):
+        with pytest.raises(ConfigError, match=r"cannot be used .*; give another one"):
+            split_model(model.folder, tmp_path / name, (2, 1))
+
+
 def test_a_mount_point_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rename onto it would fail, at the end."""
     model = Random(tmp_path / "model", heads=6, kv_heads=2)
