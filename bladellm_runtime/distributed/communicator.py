@@ -6,6 +6,7 @@ must call the same operations in the same order, on one stream. A group of one r
 """
 
 import atexit
+import errno
 import logging
 import os
 import socket
@@ -196,7 +197,9 @@ def connect(address: str, rank: int, size: int, device: torch.device, timeout_s:
         )
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise MeetingError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason})") from error
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        advice = "; --dist_init_addr must be followed by two more free ports" if taken else ""
+        raise MeetingError(f"rank {rank} cannot meet the other {size - 1} at {address} ({reason}){advice}") from error
 
 
 def open_store(place: SplitResult, rank: int, size: int, timeout: timedelta) -> Store:

@@ -35,7 +35,7 @@ from bladellm_runtime.lora.policy import AdapterPolicy
 from bladellm_runtime.lora.store import AdapterStore
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.hub import resolve_model
-from bladellm_runtime.models.parallel import make_plan
+from bladellm_runtime.models.parallel import make_plan, plan_digest
 from bladellm_runtime.ranks.group import Home, Ranks
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
@@ -99,8 +99,8 @@ def build_group(
     home: Home,
 ) -> Engine:
     """Start the other ranks, and be rank 0. Raises `UserError`, before any is started where that can be."""
-    make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
-    ranks = Ranks(args, home)
+    plan = make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
+    ranks = Ranks(args, home, plan_digest(folder, plan))
     try:
         with ranks.guarded():
             with record.times.phase("start ranks"):

@@ -31,9 +31,11 @@ def run_rank(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> None:
     from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
     from bladellm_runtime.engine.rank_place import RankPlace
     from bladellm_runtime.models.config import read_model_spec
+    from bladellm_runtime.models.parallel import make_plan, plan_digest
 
-    port.send(Hello(launch.rank, flags_of(launch.args)))
-    folder = Path(launch.args.model)
+    args, folder = launch.args, Path(launch.args.model)
+    plan = make_plan(folder, args.tensor_parallel_size, args.pipeline_parallel_size)
+    port.send(Hello(launch.rank, flags_of(args), plan_digest(folder, plan)))
     place = RankPlace(launch.rank, launch.meeting.group)
     with KERNEL_COMPILES.expected():
         built = build_runner(launch.args, folder, read_model_spec(folder), place, StartRecord(), None)

@@ -4,6 +4,7 @@ All ranks have as many KV heads, and as many query heads to each of them, as the
 fewer, its rows of the q, k and v projections and its columns of the o projection are filled up with zeros.
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.cut import Cut, make_cut
 from bladellm_runtime.models.cutting import describe_shape
 from bladellm_runtime.models.folder import file_in, read_json
+from bladellm_runtime.models.split_folder import check_config
 from bladellm_runtime.models.stages import stage_spec, stage_table
 from bladellm_runtime.models.weights import Part, WeightTable, weight_table
 
@@ -65,6 +67,7 @@ def make_plan(folder: Path, degree: int, stages: int = 1) -> ParallelPlan:
         file = file_in(folder, "config.json")
         return shard(describe_shape(Fields(file, read_json(file)), degree), degree, stages)
     manifest = read_manifest(folder)
+    check_config(folder, manifest)
     made = (manifest.tensor_parallel_size, manifest.pipeline_parallel_size)
     if made != (degree, stages):
         raise ConfigError(
@@ -72,6 +75,11 @@ def make_plan(folder: Path, degree: int, stages: int = 1) -> ParallelPlan:
             f"and {stages}; use these degrees, or the model that it was split from"
         )
     return manifest.plan
+
+
+def plan_digest(folder: Path, plan: ParallelPlan) -> str:
+    """What must be the same on all ranks: the model's description, and what each of them holds of it."""
+    return hashlib.sha256(file_in(folder, "config.json").read_bytes() + repr(plan).encode()).hexdigest()
 
 
 def rank_spec(spec: ModelSpec, plan: ParallelPlan, rank: int) -> ModelSpec:

@@ -1,5 +1,6 @@
 """A checkpoint as one rank sees it: its share of every tensor, cut as it is read."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -66,8 +67,8 @@ class RankCheckpoint:
                 raise CheckpointError(f"{where}: {key} was of shape {list(shape or ())} when it was cut, but {asked}")
         return schemes
 
-    def check_shares(self) -> None:
-        """Raise `CheckpointError` unless the checkpoint of a rank's share holds just that."""
+    def check_shares(self, dtypes: Mapping[str, str]) -> None:
+        """Raise `CheckpointError` unless the checkpoint of a rank's share holds just that, of these types by key."""
         again = "run blade_llm_split again"
         where = self.index or next(iter(self._checkpoint.files.values()))
         if missing := self.cuts.keys() - self._checkpoint.files.keys():
@@ -75,9 +76,12 @@ class RankCheckpoint:
         if extra := self._checkpoint.files.keys() - self.cuts.keys():
             raise CheckpointError(f"{self._checkpoint.files[min(extra)]}: {min(extra)} is not of this rank; {again}")
         for key, file in self.files.items():
-            shape = tuple(self._checkpoint.view(key).get_shape())
+            view = self._checkpoint.view(key)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
             if shape != self.shape(key):
                 raise CheckpointError(f"{file}: {key} has shape {list(shape)}, not {list(self.shape(key))}; {again}")
+            if dtype != dtypes[key]:
+                raise CheckpointError(f"{file}: {key} is of type {dtype}, not {dtypes[key]:.60}; {again}")
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a share."""

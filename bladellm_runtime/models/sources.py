@@ -145,6 +145,8 @@ def stored_keys(quantization: CheckpointFormat, part: Part, scheme: Scheme) -> d
 def held_weight(weight: QuantizedWeight, part: Part) -> QuantizedWeight:
     """What is held of a quantized linear layer."""
     device = weight.codes.device
+    if part.columns is not None and not part.columns.stored:
+        return zero_weight(weight.scheme, (part.held[0], part.held[1]), device)
     if part.rows is not None:
         weight = take_outputs(weight, part.rows.index(device))
     if part.columns is None:

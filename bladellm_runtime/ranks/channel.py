@@ -83,6 +83,8 @@ class PlanSender:
         # A socket may change hands between threads behind a lock.
         self._lock = threading.Lock()
         self._names = [_name(rank) for rank in ranks]
+        self._strangers: set[bytes] = set()
+        """Ranks that there are not, of a host that was given other degrees."""
         self._ended = False
         self.sent = 0
         """Orders so far."""
@@ -109,7 +111,7 @@ class PlanSender:
         """Send no more orders, and tell the ranks, as far as they can be reached, that the group has ended."""
         self._ended = True
         with self._lock:
-            for name in self._names:
+            for name in (*self._names, *self._strangers):
                 self._answer(name + PULSE, ENDED)
 
     def close(self) -> None:
@@ -147,6 +149,8 @@ class PlanSender:
                 continue
             if name.endswith(PULSE):
                 self._answer(name, ALIVE)
+            elif name not in self._names:
+                self._strangers.add(name)
 
     def _answer(self, name: bytes, answer: bytes) -> bool:
         """Whether there was anybody to answer."""

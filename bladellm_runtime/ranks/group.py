@@ -65,8 +65,8 @@ class Ranks:
     for them fail; who is inside `guarded` gets `STUCK_SECONDS` to come out of it before the home's `last_words`.
     """
 
-    def __init__(self, args: EngineArgs, home: Home) -> None:
-        """args: with the model's folder as `model`. Raises `UserError`."""
+    def __init__(self, args: EngineArgs, home: Home, model: str) -> None:
+        """args: with the model's folder as `model`. model: as in `Hello`. Raises `UserError`."""
         self.failure: str | None = None
         self.on_failure: list[Callable[[], None]] = []
         self.done = 0
@@ -75,6 +75,7 @@ class Ranks:
         self._home = home
         self._guarded = False
         self._flags = flags_of(args)
+        self._model = model
         self._folder = tempfile.TemporaryDirectory(prefix="bladellm-", dir=home.folder)  # made with mode 0700
         self.meeting = meeting_of(args, Path(self._folder.name))
         secret = read_secret(args)
@@ -222,6 +223,11 @@ class Ranks:
                     f"rank {hello.rank} was started with --{name} {hello.flags.get(name)} and rank 0 with {value}; "
                     "give the hosts the same flags"
                 )
+        if hello.model != self._model:
+            return (
+                f"rank {hello.rank} has another --model than rank 0, or one that was split in another way; "
+                "give the hosts the same model"
+            )
         return None
 
     def _exits(self) -> dict[int, int | None]:

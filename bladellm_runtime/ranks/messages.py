@@ -127,10 +127,12 @@ class Numbered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, array_like=True):
-    """A rank's first message. flags: its `EngineArgs`, which must be those of rank 0."""
+    """A rank's first message. flags: its `EngineArgs`, which must be those of rank 0. model: a digest of its model's
+    description and plan, which must be rank 0's."""
 
     rank: int
     flags: dict[str, Any]
+    model: str
 
 
 class Pulse(msgspec.Struct, tag="pulse", frozen=True, array_like=True):

@@ -104,6 +104,7 @@ class Watchdog:
         allowed = limit if due else limit * self._stages
         if not (due or state.on_device):
             state.moved = now
-        elif now - state.moved > allowed:
+        elif now - state.moved > allowed and (state.heard is None or now - state.heard <= 2 * PULSE_SECONDS):
+            # Of one that has fallen silent that is said, which is the cause.
             return f"has done nothing for {allowed:g} seconds, although it had to"
         return None

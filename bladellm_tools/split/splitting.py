@@ -83,7 +83,12 @@ def split_model(folder: Path, output: Path, degrees: tuple[int, int]) -> Split:
 
     Raises `UserError` for a model that cannot be split, and an output that is not empty or cannot be written.
     """
-    check_output(output, folder)
+    try:
+        check_output(output, folder)
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--output_dir {str(output)!r:.80} cannot be used ({reason}); give another one") from error
+    output = output.resolve()  # a folder cannot take the place of a link to one
     if is_split(folder):
         raise ConfigError(f"--model {folder} is split already; give the folder it was split from")
     with open_checkpoint(folder) as checkpoint:
@@ -107,7 +112,9 @@ def check_output(output: Path, model: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         what = "is not empty" if output.is_dir() else "is a file"
         raise ConfigError(f"--output_dir {output} {what}; give a folder that is empty or does not exist")
-    partial = output.with_name(output.name + PARTIAL)
+    if home.is_mount():
+        raise ConfigError(f"--output_dir {output} is a mount point, which cannot be replaced; give a folder in it")
+    partial = home.with_name(home.name + PARTIAL)
     if partial.exists():
         raise ConfigError(f"{partial} is there, of a run that was killed or goes on; delete it first")
 

@@ -4,11 +4,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from bladellm_runtime.distributed.manifest import MANIFEST_FILE, Manifest, is_split, rank_folder
+from bladellm_runtime.distributed.manifest import MANIFEST_FILE, is_split, rank_folder
 from bladellm_runtime.distributed.shares import same_bytes
 from bladellm_runtime.errors import CheckpointError, ConfigError
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
+from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.split_folder import MergedCheckpoint, open_merged
+from bladellm_tools.quantize.pipeline.publish import small_files
 from bladellm_tools.split.writer import tensor_digest
 
 
@@ -35,7 +37,8 @@ def verify(folder: Path, model: Path | None) -> Proof:
         else:
             with open_checkpoint(model) as source:
                 size = _compare(merged, source, model)
-        files = _compare_files(folder, merged.manifest)
+        files = _compare_files(folder, merged)
+        _compare_copies(folder, merged)
         return Proof(len(merged.manifest.tensors), size, len(merged.manifest.ranks), files)
 
 
@@ -66,14 +69,31 @@ def _compare_digests(merged: MergedCheckpoint) -> int:
     return size
 
 
-def _compare_files(folder: Path, manifest: Manifest) -> int:
-    """Compare every file with its digest; returns how many there are."""
+def _compare_files(folder: Path, merged: MergedCheckpoint) -> int:
+    """Compare every safetensors file with its digest; returns how many there are."""
     count = 0
-    for owner in manifest.ranks:
-        for name, record in owner.files.items():
-            path = folder / rank_folder(owner.stage, owner.rank) / name
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                    raise CheckpointError(f"{path} is not as it was written; split the model again")
+    for owner, rank in zip(merged.manifest.ranks, merged.ranks, strict=True):
+        home = folder / rank_folder(owner.stage, owner.rank)
+        if {path.name for path in rank.paths} != set(owner.files):
+            raise CheckpointError(f"{merged.index} names other files than there are in {home}; split the model again")
+        for path in rank.paths:
+            if _digest(path) != owner.files[path.name].sha256:
+                raise CheckpointError(f"{path} is not as it was written; split the model again")
             count += 1
     return count
+
+
+def _compare_copies(folder: Path, merged: MergedCheckpoint) -> None:
+    """Compare config.json, the tokenizer and the like, of which every rank has a copy, with those of the folder."""
+    homes = [folder / rank_folder(owner.stage, owner.rank) for owner in merged.manifest.ranks]
+    names = {"config.json", *(path.name for home in homes for path in small_files(home))}
+    for name in sorted(names):
+        digest = _digest(file_in(folder, name))
+        for home in homes:
+            if _digest(file_in(home, name)) != digest:
+                raise CheckpointError(f"{home / name} and {folder / name} differ; split the model again")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -61,6 +61,13 @@ def test_ranks_that_do_not_come_are_one_sentence():
         connect(address, 1, 2, torch.device("cpu"), timeout_s=1.0)
 
 
+def test_a_port_that_is_taken_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"already in use.*; --dist_init_addr must be followed by two"):
+            connect(address, 0, 2, torch.device("cpu"), timeout_s=1.0)
+
+
 def test_leaving_gpus_waits_for_nobody(monkeypatch):
     """NCCL's end hangs while somebody holds a graph with its kernels: this process goes on, and waits when it ends."""
     aborted, let_go = threading.Event(), threading.Event()

@@ -77,8 +77,8 @@ def test_plain_ranks_without_inner_channels_or_words(tmp_path):
 
 @pytest.mark.parametrize(("method", "name"), sampled(STORED, {("gptq", "w4 g16 asymmetric")}))
 def test_quantized_ranks_without_inner_channels_or_words(method, name, tmp_path):
-    """16 channels and 104 words."""
-    tiny = Tiny(tmp_path / "model", plan(method, SCHEMES[name], ()), "llama", intermediate_size=16)
+    """Two groups of 16 channels, and 104 words."""
+    tiny = Tiny(tmp_path / "model", plan(method, SCHEMES[name], ()), "llama", intermediate_size=32)
     assert_as_unsplit(tiny, 6, tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Ranks on two hosts, here both this one: the second runs its ranks alone, and ends with the first."""
 
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.engine import reference
 from tests.faults.test_engine import ask, expected
 from tests.faults.test_ranks import ENDLESS, FLAGS, SECONDS, assert_ended
+from tests.models.quantized import edit_config
 from tests.support.live import ROOT, LiveServer, OpenStream
 
 pytestmark = pytest.mark.slow
@@ -109,6 +111,16 @@ def test_a_host_with_another_token_is_not_let_in(demo_model, hosts, tmp_path):
     finally:
         stranger.terminate()
         assert stranger.wait(SECONDS) == 130
+
+
+def test_a_host_with_another_model_is_refused(demo_model, hosts, tmp_path):
+    """Of the same shape, so that nothing but the answers would tell."""
+    shutil.copytree(demo_model, tmp_path / "other")
+    edit_config(tmp_path / "other", rope_theta=500.0)
+    other = second_host(tmp_path / "other", hosts)
+    with pytest.raises(AssertionError, match="rank 1 has another --model than rank 0"), LiveServer("real", **hosts):
+        pass
+    assert other.wait(SECONDS) == 1
 
 
 def short_start(hosts: dict[str, object]) -> LiveServer:

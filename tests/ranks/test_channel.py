@@ -132,7 +132,7 @@ def test_orders_reach_every_rank_in_order_and_reports_come_back(secret):
     sender = PlanSender(address, (1, 2), secret)
     plans = [some_plan(step) for step in range(ROUNDS)]
     for port in ports:
-        port.send(Hello(1, {"a": [1]}))
+        port.send(Hello(1, {"a": [1]}, "model"))
     reports: list[RankReport] = []
     until(lambda: len(reports.__iadd__(sender.reports())) == 2)
     for plan in plans:

@@ -11,7 +11,7 @@ LATE = SILENT_SECONDS + 0.1
 def serving(*ranks: int) -> Watchdog:
     dog = Watchdog(ranks)
     for rank in ranks:
-        dog.hear(Hello(rank, {}), 0.0)
+        dog.hear(Hello(rank, {}, ""), 0.0)
     dog.serving = True
     return dog
 
@@ -65,12 +65,24 @@ def test_a_rank_that_takes_no_orders_hangs_and_so_does_one_that_does_not_finish(
         assert dog.verdict(2 * LATE, 9, done, {}) == "rank 1 has done nothing for 6 seconds, although it had to"
 
 
+def test_of_a_rank_that_has_fallen_silent_that_is_said():
+    """Its last pulse may have been like the one before, and so what it had to do is older than its silence."""
+    dog = serving(1)
+    dog.hear(Pulse(1, 9, 8, False), 1.0)
+    dog.hear(Pulse(1, 9, 8, False), 1.5)
+    now = 1.5
+    while now <= 1.5 + SILENT_SECONDS:
+        assert dog.verdict(now, 9, 9, {}) is None
+        now += 0.1
+    assert dog.verdict(now, 9, 9, {}) == "rank 1 has not answered for 6 seconds"
+
+
 def test_a_step_may_take_as_long_on_every_stage():
     """Of what rank 0 has not finished either; what it has finished is due."""
     for done, limit in ((5, 3 * SILENT_SECONDS), (7, SILENT_SECONDS)):
         dog = Watchdog([1], stages=3)
         dog.serving = True
-        dog.hear(Hello(1, {}), 0.0)
+        dog.hear(Hello(1, {}, ""), 0.0)
         now = 0.0
         while (verdict := dog.verdict(now, 9, done, {})) is None:
             now += 0.5
@@ -95,7 +107,7 @@ def test_who_is_missing_and_who_is_nobody():
     dog = Watchdog([1, 2])
     dog.hear(Pulse(1, 0, 0, False), 0.0)
     assert dog.missing == [1, 2]
-    dog.hear(Hello(2, {}), 0.0)
+    dog.hear(Hello(2, {}, ""), 0.0)
     dog.hear(RankFailed(7, "stranger", True), 0.0)
     assert dog.missing == [1]
     assert not dog.trouble({})

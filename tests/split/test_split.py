@@ -1,7 +1,9 @@
 """Split folders: every rank is a plain checkpoint of its own, and all of them are the model."""
 
+import functools
 import itertools
 import json
+import operator
 import os
 import random
 from pathlib import Path
@@ -16,6 +18,7 @@ from bladellm_runtime.errors import CheckpointError, ConfigError, UserError
 from bladellm_runtime.fields import Fields
 from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
+from bladellm_runtime.models.parallel import make_plan
 from bladellm_runtime.models.ranges import read_ranges
 from bladellm_runtime.models.rank_checkpoint import cut_checkpoint
 from bladellm_runtime.models.registry import FAMILIES
@@ -218,6 +221,71 @@ def test_a_manifest_that_is_not_one_is_one_sentence(tmp_path: Path) -> None:
             read_manifest(tmp_path / "split")
 
 
+def changed(values: dict, path: tuple[str | int, ...], new: object) -> dict:
+    """A copy of JSON values with one of them changed, or taken away where `new` is None."""
+    copy = json.loads(json.dumps(values))
+    home = functools.reduce(operator.getitem, path[:-1], copy)
+    home[path[-1]] = new
+    if new is None:
+        del home[path[-1]]
+    return copy
+
+
+def test_a_manifest_of_something_else_is_told_by_the_proof_and_by_loading(tmp_path: Path) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    split_model(model.folder, tmp_path / "split", (2, 1))
+    path = tmp_path / "split" / MANIFEST_FILE
+    values = json.loads(path.read_text())
+    weight = ("tensors", "model.layers.0.mlp.down_proj.weight")
+    for place, new in (
+        (("layout",), "opt"),
+        (("shape", "intermediate_size"), 0),
+        (("shape", "layers"), 10**12),
+        (("shape", "mlp_unit"), 0),
+        (weight, None),
+        ((*weight, "shape", 0), 2**63),
+        ((*weight, "dtype"), "F16"),
+        ((*weight, "dtype"), "?"),
+        ((*weight, "shares", 1, "ranges", 0, 1), 1),
+    ):
+        path.write_text(json.dumps(changed(values, place, new)))
+        with pytest.raises(CheckpointError, match=r"again$"):
+            verify(tmp_path / "split", None)
+        with pytest.raises(CheckpointError, match=r"again$"), open_rank(tmp_path / "split", 0, 1):
+            pass
+        if place[0] in ("layout", "shape"):
+            with pytest.raises(CheckpointError, match=r"again$"):
+                make_plan(tmp_path / "split", 2)
+
+
+def test_only_the_files_of_a_rank_are_proved(tmp_path: Path) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    split_model(model.folder, tmp_path / "split", (2, 1))
+    path = tmp_path / "split" / MANIFEST_FILE
+    values = json.loads(path.read_text())
+    files = values["ranks"][1]["files"]
+    for others in ({}, {"../../model/model.safetensors": files[FILE]}, files | {"more.safetensors": files[FILE]}):
+        path.write_text(json.dumps(changed(values, ("ranks", 1, "files"), others)))
+        with pytest.raises(CheckpointError, match=r"names other files than there are in .*rank-00-01"):
+            verify(tmp_path / "split", None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_copies_that_differ_are_named(tmp_path: Path, name: str) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    (model.folder / "tokenizer.json").write_text("{}")
+    split_model(model.folder, tmp_path / "split", (2, 1))
+    (tmp_path / "split" / "notes.txt").write_text("not of the model")
+    verify(tmp_path / "split", None)
+    path = tmp_path / "split" / rank_folder(0, 1) / name
+    path.write_text("[]")
+    with pytest.raises(CheckpointError, match=rf"rank-00-01/{name} and .* differ"):
+        verify(tmp_path / "split", None)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"rank-00-01/{name} is missing"):
+        verify(tmp_path / "split", None)
+
+
 def test_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     model = Random(tmp_path / "model", heads=6, kv_heads=2)
     with pytest.raises(ConfigError, match=r"6 query heads; use --tensor_parallel_size 6 or less"):
@@ -239,6 +307,33 @@ def test_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         verify(model.folder, None)
     with pytest.raises(CheckpointError, match="--tensor_parallel_size 2"), open_rank(tmp_path / "split", 0, 2):
         pass
+
+
+@pytest.mark.parametrize("target", ["empty", "nowhere"])
+def test_the_output_may_be_a_link(tmp_path: Path, target: str) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(target)
+    split_model(model.folder, tmp_path / "link", (2, 1))
+    assert verify(tmp_path / "link", model.folder).ranks == 2
+    assert verify(tmp_path / target, None).ranks == 2
+
+
+def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("circle", 250 * "x"):
+        with pytest.raises(ConfigError, match=r"cannot be used .*; give another one"):
+            split_model(model.folder, tmp_path / name, (2, 1))
+
+
+def test_a_mount_point_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename onto it would fail, at the end."""
+    model = Random(tmp_path / "model", heads=6, kv_heads=2)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(ConfigError, match="is a mount point, which cannot be replaced; give a folder in it"):
+        split_model(model.folder, tmp_path / "disk", (2, 1))
+    split_model(model.folder, tmp_path / "disk" / "split", (2, 1))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
