@@ -16,6 +16,8 @@ from bladellm_runtime.ranks.watchdog import SILENT_SECONDS
 POLL_SECONDS = 0.2
 EXIT_SECONDS = 3.0
 """How long the others may take once one rank has ended: all of them hear of it by themselves."""
+HALTED_SECONDS = SILENT_SECONDS + 1.5
+"""How long a rank may be halted: rank 0 is to notice first, which says what happened."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def run_node(args: EngineArgs, folder: Path) -> int:
         while not stop.wait(POLL_SECONDS) and all(process.poll() is None for process in processes):
             # Rank 0 knows as well, but cannot end a process of this host.
             halted = halted + POLL_SECONDS if any(map(_is_halted, processes)) else 0.0
-            if halted > SILENT_SECONDS:
+            if halted > HALTED_SECONDS:
                 raise UserError("a rank of this host is halted; its group has ended")
         return 130 if stop.is_set() else _end_of(processes, stop)
     finally:
