@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bladellm_runtime.errors import ConfigError, ParameterError
+from bladellm_runtime.lora.peft_config import CONFIG_FILE
 
 MAX_NAME = 1024
 """Characters of a name."""
@@ -73,7 +74,11 @@ def _not_below_root(name: str) -> ParameterError:
 
 
 def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
-    """`--lora_modules name=path ...`. Raises `ConfigError` for other forms, doubled names and folders that are not."""
+    """`--lora_modules name=path ...`. Raises `ConfigError` for other forms, doubled names, and
+    what is no adapter's folder.
+
+    Whether an adapter fits the model is seen when it is first asked for.
+    """
     modules: dict[str, Path] = {}
     for entry in entries:
         name, sign, path = entry.partition("=")
@@ -83,5 +88,7 @@ def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--lora_modules names {name!r:.120} twice; give each adapter a name of its own")
         if not Path(path).is_dir():
             raise ConfigError(f"--lora_modules {entry!r:.120}: {path} is not a folder")
+        if not (Path(path) / CONFIG_FILE).is_file():
+            raise ConfigError(f"--lora_modules {entry!r:.120} has no {CONFIG_FILE} in it; give a PEFT adapter's folder")
         modules[name] = Path(path)
     return modules

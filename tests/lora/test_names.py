@@ -4,12 +4,13 @@ import pytest
 
 from bladellm_runtime.errors import ConfigError, ParameterError
 from bladellm_runtime.lora.names import AdapterNames, parse_modules
+from tests.support.fake_adapters import save_fake_adapter
 
 
 @pytest.fixture
 def root(tmp_path):
     for name in ("allowed/one", "allowed/deep/two", "outside"):
-        (tmp_path / name).mkdir(parents=True)
+        save_fake_adapter(tmp_path / name)
     (tmp_path / "allowed" / "link").symlink_to(tmp_path / "outside")
     (tmp_path / "allowed" / "inner").symlink_to(tmp_path / "allowed" / "one")
     (tmp_path / "allowed" / "loop").symlink_to(tmp_path / "allowed" / "loop")
@@ -69,6 +70,6 @@ def test_modules_are_names_and_folders(root):
         "a": root / "outside",
         "b": root / "allowed" / "one",
     }
-    for wrong in (["a"], ["=x"], ["a="], [f"a={root}", f"a={root}"], [f"a={root}/nothing"]):
+    for wrong in (["a"], ["=x"], ["a="], [f"a={root}", f"a={root}"], [f"a={root}/nothing"], [f"a={root}"]):
         with pytest.raises(ConfigError, match="--lora_modules"):
             parse_modules(wrong)

@@ -345,11 +345,12 @@ def test_flags_that_need_others(flags, words):
 
 
 def test_folders_and_names_are_checked_at_the_start(tmp_path):
-    (tmp_path / "one").mkdir()
+    save_fake_adapter(tmp_path / "one", "")
     for flags, words in (
         ({"lora_dir": str(tmp_path / "none")}, "--lora_dir"),
         ({"lora_modules": [f"m={tmp_path / 'one'}"]}, "the model's name"),
         ({"lora_modules": [f"a={tmp_path / 'none'}"]}, "is not a folder"),
+        ({"lora_modules": [f"a={tmp_path}"]}, "has no adapter_config.json in it"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_adapters(ServingArgs(model="m", enable_lora=True, **flags), ["m"], None)
