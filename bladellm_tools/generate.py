@@ -55,8 +55,8 @@ def sampling_params(args: GenerateArgs) -> SamplingParams:
     try:
         return SamplingParams(**values)
     except ParameterError as error:
-        names = error.param is None or str(error).startswith(error.param)
-        raise ConfigError(f"--{error}" if names else f"--{error.param}: {error}") from error
+        is_named = error.param is None or str(error).startswith(error.param)
+        raise ConfigError(f"--{error}" if is_named else f"--{error.param}: {error}") from error
 
 
 def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: Output) -> list[tuple[int, str]]:
@@ -67,9 +67,7 @@ def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: Ou
         outputs = llm.generate([item.prompt for item in window], params)
         pairs = list(zip(window, outputs, strict=True))
         file.write(to_json(item, output) for item, output in pairs)
-        failures += [
-            (item.line, reason(choice)) for item, output in pairs for choice in output.outputs if choice.error
-        ]
+        failures += [(item.line, reason(choice)) for item, output in pairs for choice in output.outputs if choice.error]
     return failures
 
 

@@ -258,6 +258,7 @@ def test_check_model_takes_a_split_model_as_the_one_it_is(demo_model, tmp_path) 
     split_model(demo_model, tmp_path / "ranks", (2, 1))
     finding = check_model(CheckArgs(model=str(tmp_path / "ranks"), tensor_parallel_size=2))
     assert finding.status is PASS, finding
-    assert dict(finding.table)["weights"] == dict(
-        check_model(CheckArgs(model=str(demo_model), tensor_parallel_size=2)).table
-    )["weights"]
+    assert (
+        dict(finding.table)["weights"]
+        == dict(check_model(CheckArgs(model=str(demo_model), tensor_parallel_size=2)).table)["weights"]
+    )
