@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
@@ -18,8 +18,14 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
 from bladellm_tools.console import fail, is_terminal
 from bladellm_tools.generate_args import GenerateArgs
-from bladellm_tools.prompts import PromptLine, open_output, read_prompts
+from bladellm_tools.prompts import Output, PromptLine, check_apart, read_prompts
 
+REASONS = {
+    "invalid_request": "the prompt is empty, or has token ids that the model lacks; mend it",
+    "context_length_exceeded": "the prompt does not fit into --max_model_len or the KV cache; shorten it",
+    "invalid_logits": "the model computed logits that are not numbers; try --dtype float32, or download it again",
+}
+"""Why a prompt was not answered, by the engine's codes that come without a sentence."""
 WINDOW = 4096
 """Prompts handed to the engine at once: answers are written, and survive a crash, a window at a time."""
 
@@ -30,7 +36,8 @@ def run(args: GenerateArgs, engine: EngineArgs) -> int:
         raise ConfigError("--model is missing; give a model folder or a hub id")
     params = sampling_params(args)
     prompts = read_prompts(args.input, args.input_format)
-    with open_output(args.output) as file, LLM(**dataclasses.asdict(engine)) as llm:
+    check_apart(args.input, args.output)
+    with Output(args.output) as file, LLM(**dataclasses.asdict(engine)) as llm:
         started, before = time.monotonic(), llm.stats()
         with progress(llm, len(prompts) * params.n):
             failures = answer(llm, prompts, params, file)
@@ -48,20 +55,26 @@ def sampling_params(args: GenerateArgs) -> SamplingParams:
     try:
         return SamplingParams(**values)
     except ParameterError as error:
-        raise ConfigError(f"--{error}") from error
+        is_named = error.param is None or str(error).startswith(error.param)
+        raise ConfigError(f"--{error}" if is_named else f"--{error.param}: {error}") from error
 
 
-def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: TextIO) -> list[tuple[int, str]]:
+def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: Output) -> list[tuple[int, str]]:
     """Generate and write all answers; returns (line, error) of those that failed."""
     failures: list[tuple[int, str]] = []
     for start in range(0, len(prompts), WINDOW):
         window = prompts[start : start + WINDOW]
         outputs = llm.generate([item.prompt for item in window], params)
-        for item, output in zip(window, outputs, strict=True):
-            file.write(to_json(item, output) + "\n")
-            failures += [(item.line, choice.error) for choice in output.outputs if choice.error is not None]
-        file.flush()
+        pairs = list(zip(window, outputs, strict=True))
+        file.write(to_json(item, output) for item, output in pairs)
+        failures += [(item.line, reason(choice)) for item, output in pairs for choice in output.outputs if choice.error]
     return failures
+
+
+def reason(choice: Completion) -> str:
+    """Why a choice failed: in a sentence where there is one, with the code."""
+    sentence = choice.message or REASONS.get(str(choice.error), "")
+    return f"{sentence} ({choice.error})" if sentence else str(choice.error)
 
 
 def to_json(item: PromptLine, output: GenerateOutput) -> str:

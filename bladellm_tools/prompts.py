@@ -2,14 +2,15 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, TextIO
 
 import msgspec
 
-from bladellm_runtime.errors import UserError
+from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_tools.flags import shown
 
 Format = Literal["auto", "jsonl", "txt"]
@@ -82,15 +83,57 @@ def _is_prompt(content: Any) -> bool:
     return is_ids and all(type(item) is int and 0 <= item < 2**31 for item in content)
 
 
-@contextlib.contextmanager
-def open_output(path: str) -> Iterator[TextIO]:
-    """The file for the answers (`-` is standard output). Raises `UserError` when it cannot be written."""
-    if path == STANDARD:
-        yield sys.stdout
-        return
-    with contextlib.ExitStack() as stack:
+class Output:
+    """Where answers go, `-` being standard output: a file is opened as it is, and emptied by the first answer.
+
+    Raises `UserError` where it cannot be written; a context, whose end closes the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._is_new = True
+        with self._errors():
+            self._file = _opened(path)
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What a full disk has not taken is tried again here, and must not hide the first error.
+        with self._errors() if error is None else contextlib.suppress(OSError):
+            if self._path != STANDARD:
+                self._file.close()
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Write lines, and hand them to the system at once."""
+        with self._errors():
+            if self._is_new and self._path != STANDARD and Path(self._path).is_file():
+                self._file.truncate(0)
+            self._is_new = False
+            self._file.writelines(f"{line}\n" for line in lines)
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            file = stack.enter_context(Path(path).open("w", encoding="utf-8"))
+            yield
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
-        yield file
+            name = "standard output" if self._path == STANDARD else f"--output {self._path}"
+            raise UserError(f"{name} cannot be written: {error.strerror}") from error
+
+
+def _opened(path: str) -> TextIO:
+    return sys.stdout if path == STANDARD else Path(path).open("a", encoding="utf-8")
+
+
+def check_apart(source: str, output: str) -> None:
+    """Raise `ConfigError` where the answers would take the place of the prompts."""
+    if STANDARD in (source, output):
+        return
+    with contextlib.suppress(OSError):
+        if Path(output).is_file() and Path(source).samefile(output):
+            raise ConfigError(f"--output {output} is the file of --input; give another one")

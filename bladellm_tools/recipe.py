@@ -62,7 +62,7 @@ def _refuse_repeated_keys(path: str, text: str) -> None:
         return
     seen: set[str] = set()
     for key, _ in node.value:
-        if key.value in seen:
+        if str(key.value) in seen:
             raise ConfigError(f"{path}: key {shown(key.value)} appears twice, the second time in line {_line(key)}")
         seen.add(str(key.value))
 

@@ -137,6 +137,8 @@ class Tokenizer:
 def _own_template(read: FolderTokenizer, folder: Path) -> ChatTemplate | None:
     if read.chat_template is None:
         return None
+    if not isinstance(read.chat_template, str):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template must be text; download it again")
     try:
         return ChatTemplate(read.chat_template)
     except ValueError as error:

@@ -162,7 +162,7 @@ def spread(tokens: int, sizes: list[int]) -> list[int]:
 
 def whole(value: Any) -> int:
     """A count as the server wrote it; 0 for anything that is none."""
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if type(value) is int and value > 0 else 0  # true is no count
 
 
 def error_text(error: Any) -> str:

@@ -34,10 +34,15 @@ def needed(level: LevelArgs, times: Times) -> int:
     return max(int(np.searchsorted(times, level.warmup + level.duration)), warm + level.min_requests)
 
 
+def expected_count(level: LevelArgs, qps: float) -> float:
+    """How many requests a level has, warm-up included, but where it follows a trace."""
+    return level.warmup * qps + (level.num_requests or max(level.duration * qps, level.min_requests))
+
+
 def gaps(level: LevelArgs, qps: float, rng: np.random.Generator) -> Times:
     """More gaps than a level can need, by twelve standard deviations of their sum."""
     shape = {"constant": np.inf, "gamma": level.burstiness}.get(level.arrival, 1.0)
-    count = level.warmup * qps + (level.num_requests or max(level.duration * qps, level.min_requests))
+    count = expected_count(level, qps)
     count = int(count + 12 * np.sqrt(count / shape) + 100 / min(shape, 1.0))
     if np.isinf(shape):
         return np.full(count, 1 / qps)

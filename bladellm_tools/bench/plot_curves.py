@@ -111,9 +111,9 @@ def set_scales(axes: "Axes", chart: CurveChart) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     points = [point for line in chart.lines for point in line.points]
-    xs = [point.x for point in points] or [1.0]
+    right = max((point.x for point in points), default=0.0)
     heights = [point.y for point in points if point.y > 0] + [limit.y for limit in chart.limits]
-    axes.set_xlim(0, max(xs) * 1.04)
+    axes.set_xlim(0, right * 1.04 if right > 0 else 1)
     if not heights:
         axes.set_ylim(0, 1)
     elif chart.log and max(heights) / min(heights) > LOG_FROM:

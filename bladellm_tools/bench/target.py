@@ -134,4 +134,8 @@ def parse_extra_body(text: str | None) -> dict[str, Any]:
         raise ConfigError(f"--extra_body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"--extra_body must be a JSON object, got {text}")
+    try:
+        orjson.dumps(value)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"--extra_body holds a value that cannot be sent: {error}") from error
     return value

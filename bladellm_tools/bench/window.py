@@ -14,6 +14,8 @@ SETTLED_SLICES = 3
 SETTLED_WITHIN = 0.10
 MEDIAN_SLICES = 5
 LEAST_SLICES = 2 * SETTLED_SLICES
+MOST_SLICES = 10**6
+"""Three weeks: only damaged results say that a level lasted longer."""
 BATCHES = 12
 LEAST_GROWTH = 0.2
 LEAST_PILED_UP = 2.0
@@ -52,6 +54,8 @@ def steady_window(table: RequestColumns, warmup: float, duration: float) -> Wind
     slices = int((duration - warmup) / SLICE)
     if slices < LEAST_SLICES:
         return Window(warmup, duration, False, f"too short to see throughput settle ({duration - warmup:.0f} s)")
+    if slices > MOST_SLICES:
+        return Window(warmup, duration, False, f"too long to look for a settled part ({duration - warmup:g} s)")
     edges = warmup + SLICE * np.arange(slices + 1)
     amounts = np.histogram(table.chunk_time, edges, weights=table.chunk_tokens)[0].astype(np.float64)
     second_half = amounts[slices // 2 :]

@@ -10,7 +10,7 @@ import numpy as np
 
 from bladellm_runtime.errors import ConfigError
 from bladellm_tools.bench.args import LevelArgs, WorkloadArgs
-from bladellm_tools.bench.arrivals import send_times, trace_qps
+from bladellm_tools.bench.arrivals import expected_count, send_times, trace_qps
 from bladellm_tools.bench.datafile import HASH_BLOCK_TOKENS, TraceItem, read_prompts, read_trace
 from bladellm_tools.bench.prompts import WordText, salt, text_maker
 from bladellm_tools.bench.records import Load, PlannedRequest
@@ -23,6 +23,9 @@ FASTEST_TBT = 0.005
 """How fast a server a closed loop's plan is made for; a faster one goes round the plan again, with new beginnings."""
 PLAN_CHARACTERS = 128 * 1024**2
 CHARACTERS_PER_TOKEN = 6
+REQUEST_BYTES = 512
+"""Of a planned request, its prompt not counted."""
+MAX_PLAN_BYTES = 4 * 1024**3
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ def plan_requests(
     trace = read_trace(workload.data) if "trace" in (level.arrival, workload.dataset) else []
     times: list[float | None]
     if load.qps is not None:
+        if level.arrival != "trace":
+            check_size(workload, expected_count(level, load.qps))
         times = list(send_times(level, load.qps, seeds.stream(ARRIVALS), [item.t for item in trace]))
     else:
         times = [None] * closed_count(workload, level, load)
@@ -57,6 +62,17 @@ def plan_requests(
         PlannedRequest(index, time, ask.prompt, ask.input_len, ask.output_len, adapters[index % len(adapters)])
         for index, (time, ask) in enumerate(zip(times, asks, strict=True))
     ]
+
+
+def check_size(workload: WorkloadArgs, count: float) -> None:
+    """Raise `ConfigError` where drawing the prompts of a level would take the machine's memory."""
+    drawn = workload.input_len if workload.dataset in ("synthetic", "prefix") else 0
+    size = count * (REQUEST_BYTES + CHARACTERS_PER_TOKEN * drawn)
+    if size > MAX_PLAN_BYTES:
+        raise ConfigError(
+            f"a level of {count:,.0f} requests with prompts of {drawn:,} tokens takes {size / 2**30:,.0f} GiB to plan; "
+            "lower --input_len, --num_requests, or --duration and --warmup"
+        )
 
 
 def own_qps(workload: WorkloadArgs) -> float:

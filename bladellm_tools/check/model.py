@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from bladellm_runtime.engine.device import pick_device, pick_dtype
-from bladellm_runtime.models.checkpoint import open_checkpoint
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.quantized import Schemes, weight_bytes
+from bladellm_runtime.models.split_folder import open_whole
 from bladellm_runtime.models.weights import WeightTable, weight_table
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_tools.check.args import CheckArgs
@@ -37,7 +37,7 @@ def check_model(args: CheckArgs) -> Finding:
         return warned(f"{args.model} is no folder here, so nothing was checked", "download it, then name its folder")
     spec = read_model_spec(folder)
     table = weight_table(spec)
-    with open_checkpoint(folder) as checkpoint:
+    with open_whole(folder) as checkpoint:
         schemes = checkpoint.check(table, spec)
         files = len(set(checkpoint.files.values()))
     tokenizer = Tokenizer.load(folder)

@@ -1,6 +1,6 @@
 """From text files to windows of tokens: documents joined by two newlines, tokenized once, cut without overlap."""
 
-import tempfile
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,8 @@ from bladellm_runtime.text.tokenizer import Tokenizer
 FIELD = "text"
 SEPARATOR = "\n\n"
 MAX_FILE_BYTES = 2**30
+PARQUET_ROWS = 1024
+"""Read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +102,32 @@ def _document(line: bytes, place: str) -> str:
 
 
 def _read_parquet(file: Path) -> Iterator[str]:
-    import datasets
-
     if not file.is_file():
         raise FileNotFoundError(2, "No such file or directory")
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            table = datasets.Dataset.from_parquet(str(file), cache_dir=cache, keep_in_memory=True)
-        except Exception as error:  # its readers raise types of several libraries
-            raise UserError(f"--data {file} is not a readable parquet file ({type(error).__name__})") from error
-    if FIELD not in table.column_names:
-        raise UserError(f"--data {file} has no column {FIELD!r}; it has {', '.join(table.column_names)[:200]}")
-    for number, text in enumerate(table[FIELD], 1):
+    columns, texts = _parquet_column(file)
+    if columns and FIELD not in columns:
+        raise UserError(f"--data {file} has no column {FIELD!r}; it has {', '.join(columns)[:200]}")
+    for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise UserError(f"--data {file} row {number}: {FIELD!r} must be a string")
         yield text
+
+
+def _parquet_column(file: Path) -> tuple[list[str], list[object]]:
+    """Names of the columns, none of a file without rows, and the values of `text`."""
+    import datasets
+
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of what it raises
+    columns: list[str] = []
+    texts: list[object] = []
+    try:
+        # Its default is the size of the first group of rows, which it refuses where that is none.
+        rows = datasets.load_dataset(
+            "parquet", data_files=str(file), split="train", streaming=True, batch_size=PARQUET_ROWS
+        )
+        for row in rows:
+            columns = columns or list(row)
+            texts.append(row.get(FIELD))
+    except Exception as error:  # its readers raise types of several libraries
+        raise UserError(f"--data {file} is not a readable parquet file ({type(error).__name__})") from error
+    return columns, texts

@@ -115,3 +115,10 @@ def test_filling_up_at_the_start_is_not_piling_up() -> None:
     """Requests of 8 s: the count rises from 0 for 8 s and then stays."""
     records = [answered(0.1 * i, ttft=1.0, gaps=[0.1] * 70) for i in range(300)]
     assert not summarise(run_of(records, warmup=0.0)).oversaturated
+
+
+@pytest.mark.parametrize(("warmup", "duration"), [(0.0, 1e12), (-1e300, 9.0), (0.0, 1e300)])
+def test_times_of_damaged_results_take_no_memory(warmup: float, duration: float) -> None:
+    window = window_of(stream(lambda _: 100.0, 9), warmup, duration)
+    assert not window.settled
+    assert "too long" in window.note

@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.storage import save
 from tests.bench.commanding import bench
 from tests.bench.simulated import simulated_benchmark, simulated_run
+from tests.bench.synthetic import answered, run_of
 
 SLO = parse_slo(["ttft_p99=500ms", "tbt_p99=50ms"])
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -166,6 +168,16 @@ def test_odd_benchmarks_still_make_a_report(runs: list, tmp_path) -> None:
     text = make_report(Benchmark("Odd & <b>", {}, {}, runs), SLO, tmp_path, store=True, vllm_names=True)
     assert "report.html" in text
     assert "Odd &amp; &lt;b&gt;" in (tmp_path / "report.html").read_text()
+
+
+def test_answers_without_a_token_make_a_report_without_a_warning(tmp_path) -> None:
+    """A warning of the charts' library would be lines on standard error beside the result."""
+    records = [answered(0.1 * number, ttft=0.0, gaps=[], tokens=[]) for number in range(9)]
+    for record in records:
+        record.times = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_report(Benchmark("empty", {}, {}, [run_of(records)]), SLO, tmp_path, store=True, vllm_names=False)
 
 
 def test_more_servers_than_colours_are_drawn() -> None:

@@ -115,6 +115,14 @@ def test_cached_tokens_are_read() -> None:
     assert read(event(text_chunk("a", usage=usage)), DONE).cached_tokens == 8
 
 
+def test_counts_that_are_none_are_not_stored() -> None:
+    usage = {"prompt_tokens": True, "completion_tokens": 2.5, "prompt_tokens_details": {"cached_tokens": True}}
+    record = read(event(text_chunk("a", usage=usage)), DONE)
+    counts = (record.prompt_tokens, record.completion_tokens, record.cached_tokens)
+    assert counts == (0, 1, 0)
+    assert not any(isinstance(count, bool) for count in counts)
+
+
 class Letters:
     """A tokenizer with a token a letter."""
 

@@ -190,6 +190,8 @@ def test_the_model_is_asked_for_and_a_path_is_forgiven() -> None:
         ({"api_key": "a\nb"}, "--api_key"),
         ({"extra_body": "{"}, "--extra_body"),
         ({"extra_body": "[1]"}, "--extra_body"),
+        ({"extra_body": f'{{"seed": {2**70}}}'}, "--extra_body"),
+        ({"extra_body": '{"user": "\\ud800"}'}, "--extra_body"),
     ],
 )
 def test_flags_that_cannot_be_sent_are_refused(fields: dict[str, object], words: str) -> None:

@@ -189,3 +189,16 @@ def test_a_trace_within_the_warm_up_is_refused(tmp_path: Path) -> None:
     data = written(tmp_path, [{"t": t, "in": 1, "out": 1} for t in range(3)])
     with pytest.raises(ConfigError, match="--warmup"):
         plan_requests(WorkloadArgs(dataset="trace", data=data), LevelArgs(arrival="trace"), Load(qps=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("workload", "level", "qps"),
+    [
+        ({}, {"num_requests": 10**7}, 4.0),
+        ({"input_len": 10**7}, {}, 4.0),
+        ({"input_len": 1}, {"duration": 86400.0}, 1e6),
+    ],
+)
+def test_a_plan_larger_than_memory_is_refused(workload: dict, level: dict, qps: float) -> None:
+    with pytest.raises(ConfigError, match=r"GiB to plan; lower --input_len, --num_requests"):
+        plan_requests(WorkloadArgs(**workload), LevelArgs(**level), Load(qps=qps), 0)

@@ -94,6 +94,14 @@ def test_a_parquet_file_without_texts_is_named(tmp_path) -> None:
         read_text(str(tmp_path / "b.parquet"))
 
 
+def test_a_parquet_file_without_rows_holds_no_text(tmp_path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(UserError, match=r"a.parquet holds no text"):
+        read_text(str(path))
+
+
 @pytest.mark.parametrize("name", ["gone.txt", "gone.jsonl", "gone.parquet"])
 def test_a_missing_file_is_named(tmp_path, name) -> None:
     if name.endswith(".parquet"):

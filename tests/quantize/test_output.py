@@ -81,6 +81,11 @@ def test_a_parent_that_is_a_file_is_refused(model, tmp_path):
         run(model, tmp_path / "file" / "out")
 
 
+def test_a_name_too_long_for_the_unfinished_folder_is_refused(model, tmp_path):
+    with pytest.raises(UserError, match=r"\.partial cannot be written: File name too long"):
+        run(model, tmp_path / ("a" * 250))
+
+
 def test_too_small_a_disk_is_refused_before_any_work(model, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(output_module.shutil, "disk_usage", lambda path: usage)

@@ -175,6 +175,9 @@ def test_chat_template_files(folder, tmp_path):
     path.write_text(json.dumps(config | {"chat_template": "{% if %}"}))
     with pytest.raises(CheckpointError, match="chat template of"):
         Tokenizer.load(folder)
+    path.write_text(json.dumps(config | {"chat_template": 5}))
+    with pytest.raises(CheckpointError, match="chat_template must be text"):
+        Tokenizer.load(folder)
     del config["chat_template"]
     path.write_text(json.dumps(config))
     assert not Tokenizer.load(folder).has_chat_template

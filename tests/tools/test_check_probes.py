@@ -249,3 +249,16 @@ def test_check_model_on_the_demo_model_and_its_ruins(demo_model, tmp_path) -> No
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(CheckpointError, match="GPT2LMHeadModel"):
         check_model(CheckArgs(model=str(folder)))
+
+
+def test_check_model_takes_a_split_model_as_the_one_it_is(demo_model, tmp_path) -> None:
+    from bladellm_tools.check.model import check_model
+    from bladellm_tools.split.splitting import split_model
+
+    split_model(demo_model, tmp_path / "ranks", (2, 1))
+    finding = check_model(CheckArgs(model=str(tmp_path / "ranks"), tensor_parallel_size=2))
+    assert finding.status is PASS, finding
+    assert (
+        dict(finding.table)["weights"]
+        == dict(check_model(CheckArgs(model=str(demo_model), tensor_parallel_size=2)).table)["weights"]
+    )

@@ -173,6 +173,7 @@ def test_print_config_is_a_recipe(tmp_path) -> None:
         ("- a", ["name: value"]),
         ("just text", ["name: value"]),
         ("a: [", ["not valid YAML", "line"]),
+        ("? [a, b]\n: c", ["not valid YAML", "line 1"]),
         ("a: !!python/object/apply:os.system [id]", ["not valid YAML"]),
         ("\tport: 1", ["not valid YAML"]),
         ("a: " + "[" * 5000, ["not valid YAML"]),

@@ -13,7 +13,7 @@ import pytest
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.errors import UserError
 from bladellm_tools import cli
-from bladellm_tools.prompts import PromptLine, read_prompts
+from bladellm_tools.prompts import Output, PromptLine, read_prompts
 from tests.support.cases import some_of
 from tests.tools.command import ROOT, command, run_forked, wait_for_library
 
@@ -154,3 +154,39 @@ def test_ctrl_c_is_one_line(delay: float, demo_model, tmp_path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "error: interrupted\n"
     assert process.returncode == 130
+
+
+def test_a_failed_start_leaves_earlier_answers(tmp_path, capsys) -> None:
+    output = tmp_path / "answers.jsonl"
+    output.write_text("earlier\n")
+    (tmp_path / "prompts.txt").write_text("Hi\n")
+    files = ["--input", str(tmp_path / "prompts.txt"), "--output", str(output)]
+    assert generate("--model", str(tmp_path / "nothing"), *files) == 1
+    assert output.read_text() == "earlier\n"
+
+
+def test_answers_do_not_take_the_place_of_the_prompts(demo_model, tmp_path, capsys) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("Hi\n")
+    assert generate("--model", str(demo_model), "--input", str(path), "--output", f"{tmp_path}/./prompts.txt") == 2
+    assert path.read_text() == "Hi\n"
+    assert "give another one" in capsys.readouterr().err
+
+
+def test_a_prompt_that_failed_is_explained(demo_model, tmp_path, capsys) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('""\n')
+    arguments = ["--model", str(demo_model), "--input", str(path), "--output", str(tmp_path / "answers.jsonl")]
+    assert generate(*arguments) == 1
+    assert "of line 1: the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_bad_value_is_named_by_its_flag(capsys) -> None:
+    assert generate("--model", "m", "--stop", "") == 2
+    assert "--stop: each stop string must have" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a Linux device")
+def test_a_full_disk_is_one_sentence(capsys) -> None:
+    with pytest.raises(UserError, match="--output /dev/full cannot be written: No space"), Output("/dev/full") as file:
+        file.write(["answer"])

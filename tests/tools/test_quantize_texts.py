@@ -1,6 +1,7 @@
 """Calibration texts: every kind of file read, mistakes named by line, windows of the right tokens."""
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -101,6 +102,24 @@ def test_pages_of_plain_text_are_documents(tmp_path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\n\nstill one\n\f\ntwo\n")
     assert read_documents(str(path)) == ["one\n\nstill one", "two"]
+
+
+def test_a_parquet_file_without_rows_holds_no_text(tmp_path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(UserError, match="holds no text"):
+        read_documents(str(path))
+
+
+def test_a_broken_parquet_file_is_told_of_once(tmp_path, caplog, monkeypatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match="is not a parquet file"):
+        read_documents(str(path))
+    assert not caplog.records
 
 
 def test_parquet_through_datasets(tmp_path) -> None:

@@ -119,7 +119,9 @@ def check_output(output: Path, model: Path, resume: bool) -> None:
             what = "is not empty" if output.is_dir() else "is a file"
             raise ConfigError(f"--output_dir {output} {what}; give a folder that is empty or does not exist")
     root = staging_root(output)
-    if root.exists() and not resume:
+    with write_errors(root):
+        exists = root.exists()
+    if exists and not resume:
         raise ConfigError(f"{root} holds an interrupted run; go on with it by --resume, or delete it")
 
 
