@@ -22,6 +22,9 @@ from bladellm_runtime.scheduler.plan import SlotLoad
 SORTED, LOGPROBS = 1 << 6, 1 << 7
 """More flags of a slot. SORTED: the candidates of `Filters.width` may not be enough for a filter."""
 
+LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+"""A smaller top-p keeps the best token alone just as well; in float32 it could become 0, which keeps none."""
+
 Ints = NDArray[np.int64]
 
 
@@ -273,7 +276,7 @@ def _write_parameters(
 def _floats(params: SamplingParams) -> tuple[float, ...]:
     return (
         params.temperature,
-        params.top_p,
+        max(params.top_p, LEAST_TOP_P),
         params.min_p,
         params.repetition_penalty,
         params.presence_penalty,

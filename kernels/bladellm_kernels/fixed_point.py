@@ -31,7 +31,9 @@ def static_linear(x: torch.Tensor, packed: PackedInt8, bias: torch.Tensor | None
     """`x @ weight.T + bias`, x rounded to 8 bits of the given scale. x: [T, K]. Returns [T, N] of x's type."""
 
     def block(rows: torch.Tensor) -> torch.Tensor:
-        return _finish(int8_matmul(static_codes(rows, scale), packed).mul_(scale), bias, x.dtype)
+        # Codes keep no NaN, but its row must be NaN.
+        steps = torch.where(rows.isnan().any(dim=1, keepdim=True), torch.nan, scale)
+        return _finish(int8_matmul(static_codes(rows, scale), packed).mul_(steps), bias, x.dtype)
 
     return _by_blocks(x, block)
 

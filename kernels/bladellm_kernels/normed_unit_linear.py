@@ -3,6 +3,7 @@
 import torch
 
 from bladellm_kernels.delayed_norm import DelayedNorm, check_norm_weight
+from bladellm_kernels.hopper_device import is_other_gpu
 from bladellm_kernels.linear_launch import NextNorm
 from bladellm_kernels.unit_call import UnitCall
 from bladellm_kernels.unit_launch import launch_units, norm_parts
@@ -12,7 +13,9 @@ from bladellm_kernels.weight_units import UnitWeight
 
 def unit_norm_schedule(tokens: int, weight: UnitWeight, gated: bool = False) -> NormSchedule | None:
     """The schedule of these operators for x of `tokens` rows, None where they are several operators."""
-    return norm_schedule(tokens, weight.rows, weight.columns, gated) if tokens > 0 else None
+    if tokens == 0:
+        return None
+    return norm_schedule(tokens, weight.rows, weight.columns, gated, rings=not is_other_gpu(weight.codes.device))
 
 
 def normed_unit_linear(

@@ -34,8 +34,8 @@ _MASS_UNITS = 2.0**40
 class Filters:
     """What a batch of rows shares: `width` candidates are enough for each row's top-k (0: no row needs an order).
 
-    temperature: float32 [R], above 0. top_k: int32 [R], the vocabulary size where off. top_p: float32 [R], 1 where
-    off. min_p: float32 [R], 0 where off. A filter that is None is off in all rows.
+    temperature: float32 [R], above 0. top_k: int32 [R], the vocabulary size where off. top_p: float32 [R], above 0, 1
+    where off. min_p: float32 [R], 0 where off. A filter that is None is off in all rows.
     """
 
     width: int

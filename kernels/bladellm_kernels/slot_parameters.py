@@ -18,12 +18,12 @@ TEMPERATURE, TOP_P_COLUMN, MIN_P_COLUMN, REPETITION, PRESENCE, FREQUENCY = range
 class SlotParameters:
     """S slots, V tokens in the vocabulary, room for E logits to change in a slot.
 
-    flags: int32 [S]. floats: float32 [S, 6], the temperature at least 1e-5 where random. top_ks: int32 [S], V where
-    off. streams: int32 [S, 2], see `gumbel.stream_key`. seen: bool [S, V], counts: int16 [S, V], see `penalties`; used
-    in penalised slots only. bias_tokens: int32 [S, E] and bias_values: float32 [S, E], added to single logits: first
-    the bias_counts[:, 0] entries that always hold, then the bias_counts[:, 1] that hold while the token to sample is
-    at a position before `free_from` (min_tokens: values -inf); tokens differ within each of the two. bias_counts:
-    int32 [S, 2]. free_from: int64 [S].
+    flags: int32 [S]. floats: float32 [S, 6], the temperature at least 1e-5 where random, top-p above 0. top_ks: int32
+    [S], V where off. streams: int32 [S, 2], see `gumbel.stream_key`. seen: bool [S, V], counts: int16 [S, V], see
+    `penalties`; used in penalised slots only. bias_tokens: int32 [S, E] and bias_values: float32 [S, E], added to
+    single logits: first the bias_counts[:, 0] entries that always hold, then the bias_counts[:, 1] that hold while the
+    token to sample is at a position before `free_from` (min_tokens: values -inf); tokens differ within each of the two.
+    bias_counts: int32 [S, 2]. free_from: int64 [S].
     """
 
     flags: Tensor

@@ -6,6 +6,7 @@ import triton
 
 from bladellm_kernels.dequantize_units_triton import dequantize_units_kernel
 from bladellm_kernels.early_launch import early_launch
+from bladellm_kernels.hopper_device import is_other_gpu
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.row_blocks import block_slices
@@ -33,7 +34,9 @@ def unit_linear(
         raise ValueError(f"out must be {x.dtype} [{len(x)}, {weight.rows}], rows contiguous, got {y.dtype} {y.shape}")
     if not len(x):
         return y
-    chosen = schedule or unit_schedule(len(x), weight.rows, weight.columns, fine=weight.group_steps < 0)
+    chosen = schedule or unit_schedule(
+        len(x), weight.rows, weight.columns, fine=weight.group_steps < 0, rings=not is_other_gpu(x.device)
+    )
     call = UnitCall(x, weight, y, bias)
     if isinstance(chosen, ManyTokens):
         _many_tokens(call, chosen)

@@ -158,8 +158,10 @@ NORM_SCHEDULES: dict[int, dict[Kind, NormSchedule]] = {
 middle ones."""
 
 
-def norm_schedule(tokens: int, rows: int, columns: int, gated: bool) -> NormSchedule | None:
-    """The schedule of a layer with norms, None where apart they are faster or a gate's outputs are no whole tiles."""
+def norm_schedule(tokens: int, rows: int, columns: int, gated: bool, rings: bool = True) -> NormSchedule | None:
+    """The schedule of a layer with norms, None where apart they are faster or a gate's outputs are no whole tiles.
+
+    rings: whether the device has the kernel of `Ring`; without it there is no schedule in its place."""
     if gated and rows % (2 * TILE_ROWS):
         return None
     kind = weight_kind(rows, columns)
@@ -167,14 +169,17 @@ def norm_schedule(tokens: int, rows: int, columns: int, gated: bool) -> NormSche
         kind = "wide"
     elif kind in ("wide", "broad"):
         kind = "middle"
-    return next((kinds[kind] for most, kinds in NORM_SCHEDULES.items() if tokens <= most), None)
+    chosen = next((kinds[kind] for most, kinds in NORM_SCHEDULES.items() if tokens <= most), None)
+    return None if isinstance(chosen, Ring) and not rings else chosen
 
 
-def unit_schedule(tokens: int, rows: int, columns: int, fine: bool = False) -> Schedule:
-    """The schedule for x of `tokens` rows and a weight [rows, columns]; fine: with several groups in a step."""
+def unit_schedule(tokens: int, rows: int, columns: int, fine: bool = False, rings: bool = True) -> Schedule:
+    """The schedule for x of `tokens` rows and a weight [rows, columns]; fine: with several groups in a step; rings:
+    whether the device has the kernel of `Ring`."""
     kind = weight_kind(rows, columns)
-    kind = "broad" if fine and kind == "wide" else kind
-    return next((kinds[kind] for most, kinds in SCHEDULES.items() if tokens <= most), Dense())
+    kind = "broad" if kind == "wide" and (fine or not rings) else kind
+    chosen = next((kinds[kind] for most, kinds in SCHEDULES.items() if tokens <= most), Dense())
+    return _MANY_64 if isinstance(chosen, Ring) and not rings else chosen
 
 
 def weight_kind(rows: int, columns: int) -> Kind:

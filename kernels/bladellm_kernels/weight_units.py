@@ -15,7 +15,10 @@ from bladellm_kernels.linear_checks import is_hopper
 TILE_ROWS = 64
 STEP_UNITS = 32
 _ROWS_MULTIPLE = 128
-"""The largest tile of outputs a program computes: kernels read whole tiles."""
+"""Outputs that there are codes for: kernels read whole tiles, or the last one again."""
+
+_SCALES_MULTIPLE = 256
+"""The largest tile of outputs a program computes: of one group it reads the scales of all of them."""
 
 TOKEN_TILES = 4
 """Most tiles of tokens whose sums may be split among programs."""
@@ -28,10 +31,10 @@ _PACK_ELEMENTS = 1 << 26
 class UnitWeight:
     """A weight `scales · (codes − zeros)`, [rows, columns], filled up to pairs of tiles and whole steps.
 
-    codes: int16 [tiles, steps, 64, 32]. scales: floating point [tiles, groups, 64]. zeros: uint8 like scales, None for
-    8 (of 8 bits: 128). group_steps: steps a group is long; 0 where there is one group, and a negative number says how
-    many groups are in one step. arrived: int32 [tiles · 4], zeros between two products, which
-    therefore must not run at the same time on two streams.
+    codes: int16 [tiles, steps, 64, 32]. scales: floating point [tiles, groups, 64]; of one group there may be two tiles
+    more of them than of codes. zeros: uint8 like scales, None for 8 (of 8 bits: 128). group_steps: steps a group is
+    long; 0 where there is one group, and a negative number says how many groups are in one step. arrived: int32
+    [tiles · 4], zeros between two products, which therefore must not run at the same time on two streams.
     """
 
     rows: int
@@ -105,7 +108,8 @@ def _pack_block(codes: torch.Tensor, steps: int, bits: int) -> torch.Tensor:
 def _factors(values: torch.Tensor, repeats: int, groups: int) -> torch.Tensor:
     """[N, G] as [tiles, groups, 64], zeros where there is no channel or group."""
     values = values.repeat_interleave(repeats, dim=1)
-    values = F.pad(values, (0, groups - values.shape[1], 0, -len(values) % _ROWS_MULTIPLE))
+    multiple = _ROWS_MULTIPLE if groups > 1 else _SCALES_MULTIPLE
+    values = F.pad(values, (0, groups - values.shape[1], 0, -len(values) % multiple))
     return values.view(-1, TILE_ROWS, groups).transpose(1, 2).contiguous()
 
 

@@ -33,6 +33,15 @@ def test_greedy_is_the_argmax_and_the_lowest_of_equals():
     assert list(outputs.read_logprobs()) == []
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_top_p_that_float32_does_not_have_keeps_the_best_token(top_k):
+    engine, logits = Engine(8, 301), torch.randn(8, 301, generator=fresh_generator())
+    rows = [(slot, Request([1], SamplingParams(top_p=10.0 ** -(44 + 20 * slot), top_k=top_k))) for slot in range(8)]
+    for slot, request in rows:
+        engine.load(slot, request)
+    assert torch.equal(engine.sample(rows, logits).tokens, logits.argmax(1))
+
+
 @pytest.mark.parametrize("vocab", [17, 509, 3001])
 def test_every_combination_of_features_against_transformers(vocab):
     """Requests with random parameters come, generate, are preempted and resumed elsewhere, and end; every token is

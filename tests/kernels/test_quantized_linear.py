@@ -164,8 +164,13 @@ def test_float32_rows_of_an_eight_bit_weight_do_not_depend_on_their_neighbours(d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("w8a8", {}), ("fp8", {"activations": "dynamic"}), ("fp8", {"activations": "static", "input_scale": 0.02})],
-    ids=["w8a8", "fp8-dynamic", "fp8-static"],
+    [
+        ("w8a8", {}),
+        ("w8a8", {"input_scale": 0.02}),
+        ("fp8", {"activations": "dynamic"}),
+        ("fp8", {"activations": "static", "input_scale": 0.02}),
+    ],
+    ids=["w8a8", "w8a8-static", "fp8-dynamic", "fp8-static"],
 )
 def test_a_row_that_is_not_finite_leaves_the_others_alone(
     name: str, options: dict, dtype: torch.dtype, device: str

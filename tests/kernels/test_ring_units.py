@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm
+from bladellm_kernels.hopper_device import is_other_gpu
 from bladellm_kernels.linear_reference import reference_linear
-from bladellm_kernels.unit_schedules import Ring, ring_programs, unit_schedule
+from bladellm_kernels.unit_schedules import Gemv, Ring, Streamed, norm_schedule, ring_programs, unit_schedule
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.hopper import compiled_launches
@@ -151,6 +152,21 @@ def test_every_ring_of_the_table_fits_a_multiprocessor(tokens):
         meetings = 4 * (ring.deep - 1) * ring.wide * ring.outputs * ring.tokens
         assert ring.stages * stage + meetings < 226 * 1024, ring
     assert tokens < 9 or any(isinstance(each, Ring) for each in chosen)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_rings_are_for_hoppers_alone(capability, monkeypatch):
+    """Weights are in units on later GPUs too, which have no products of groups of warps."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rings = not is_other_gpu(device)
+    assert rings is (capability == (9, 0))
+    shapes = list(itertools.product((1, 4096, 8192, 10240, 57344), (512, 4096, 14336), (False, True)))
+    for tokens in (1, 4, 8, 9, 16, 32, 64, 128, 256, 1000):
+        chosen = [unit_schedule(tokens, *shape, rings=rings) for shape in shapes]
+        chosen += [norm_schedule(tokens, *shape, rings=rings) for shape in shapes]
+        assert rings or not any(isinstance(each, Ring) for each in chosen)
+        assert all(tokens <= each.tokens for each in chosen if isinstance(each, Gemv | Streamed))
 
 
 @pytest.mark.parametrize(("groups", "rows"), [(1, 768), (32, 1)])

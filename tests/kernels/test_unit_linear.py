@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from bladellm_kernels.linear_reference import reference_linear
+from bladellm_kernels.unit_schedules import SCHEDULES, ManyTokens
 from bladellm_kernels.weight_units import pack_units, unit_group_size
 
 from tests.kernels.interpreted import run_interpreted
@@ -40,7 +41,7 @@ def test_units_hold_every_code_and_scale(rows, columns, groups, bits):
         assert torch.equal(weight.zeros[row // 64, column // per_scale, row % 64], zeros[:, column // size])
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (640, 896), (1152, 512)])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (640, 896), (1152, 512)])
 def test_whole_tiles_take_no_more_than_their_codes_and_scales(rows, columns):
     """Shapes of real models are multiples of 128; counters are for each tile of 64 outputs."""
     for bits, zeros in ((4, True), (8, False)):
@@ -50,6 +51,15 @@ def test_whole_tiles_take_no_more_than_their_codes_and_scales(rows, columns):
         assert weight.scales.nbytes == 2 * groups
         assert weight.zeros is None or weight.zeros.nbytes == groups
         assert weight.arrived.nbytes <= 16 * rows // 64
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 129, 384, 640, 8320])
+def test_every_tile_of_the_table_has_its_scales(rows):
+    """Of one group a program reads those of its whole tile at once."""
+    weight = pack_units(*layer(rows, 32, 1, 4, True), 4)
+    chosen = [each for kinds in SCHEDULES.values() for each in kinds.values() if isinstance(each, ManyTokens)]
+    for size in {schedule.rows for schedule in chosen}:
+        assert weight.scales.numel() >= -(-rows // size) * size
 
 
 def test_scales_that_need_32_bits_keep_them():
@@ -68,7 +78,7 @@ def test_groups_that_cross_parts_do_not_fit():
 def every_kernel(device, bits, rows, columns, groups, zeros, dtype, tokens, with_bias) -> None:
     """All kinds of schedules against float64, into a poisoned part of a larger output, from a part of a larger x."""
     from bladellm_kernels.unit_linear import unit_linear
-    from bladellm_kernels.unit_schedules import Dense, ManyTokens
+    from bladellm_kernels.unit_schedules import Dense
 
     codes, scales, points = layer(rows, columns, groups, bits, zeros, device)
     weight = pack_units(codes, scales, points, bits)
@@ -131,7 +141,6 @@ def test_the_kernels_on_a_gpu(rows, columns, groups, tokens, dtype, whole_sums):
 @pytest.mark.gpu
 def test_split_sums_are_the_same_every_time():
     from bladellm_kernels.unit_linear import unit_linear
-    from bladellm_kernels.unit_schedules import ManyTokens
 
     weight = pack_units(*layer(256, 8192, 64, 4, True, "cuda"), 4)
     x = torch.randn(24, 8192, device="cuda").bfloat16()
@@ -171,7 +180,7 @@ def test_the_kernels_compile_for_hopper(bits, group_steps, has_zeros, dtype):
     """Codes go from global memory to the tensor cores by 16-byte copies and shared matrices, and no other way."""
     pytest.importorskip("triton")
     from bladellm_kernels.many_tokens_triton import many_tokens_kernel
-    from bladellm_kernels.unit_schedules import ManyTokens, unit_schedule
+    from bladellm_kernels.unit_schedules import unit_schedule
     from bladellm_kernels.weight_units_triton import UnitShape
 
     shape = UnitShape(bits, group_steps, has_zeros, even=True, plain=False)
