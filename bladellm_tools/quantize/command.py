@@ -11,11 +11,11 @@ import torch
 from bladellm_runtime.errors import UserError
 from bladellm_tools.console import YELLOW, fail, one_line, styled
 from bladellm_tools.evaluate.evaluation import EvaluationJob
+from bladellm_tools.output_folder import partial_folder
 from bladellm_tools.quantize.args import QuantizeArgs
 from bladellm_tools.quantize.evaluation import plan_evaluation, run_evaluation
 from bladellm_tools.quantize.job import QuantizeJob
 from bladellm_tools.quantize.pipeline.alpha_search import find_alpha
-from bladellm_tools.quantize.pipeline.output import staging_root
 from bladellm_tools.quantize.pipeline.run import quantize_model
 from bladellm_tools.quantize.preparation import Preparation, algorithm_of, prepare
 from bladellm_tools.quantize.progress import watching
@@ -83,7 +83,7 @@ def warn(text: str) -> None:
 
 def interruption(output: Path) -> str:
     """What Ctrl-C leaves behind."""
-    if not staging_root(output).exists() and not output.name.endswith(WHOLE):
+    if not partial_folder(output).exists() and not output.name.endswith(WHOLE):
         return "interrupted"
     return "interrupted; the finished layers are kept, and the same command with --resume goes on from there"
 

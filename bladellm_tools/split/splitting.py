@@ -31,11 +31,11 @@ from bladellm_runtime.models.folder import file_in, read_json
 from bladellm_runtime.models.ranges import DTYPES
 from bladellm_runtime.models.registry import FAMILIES
 from bladellm_runtime.models.weights import weight_table
+from bladellm_tools.output_folder import check_new_folder, partial_folder
 from bladellm_tools.quantize.pipeline.files import sync_folder
 from bladellm_tools.quantize.pipeline.publish import small_files
 from bladellm_tools.split.writer import Entry, ShareWriter, tensor_digest
 
-PARTIAL = ".partial"
 ADVICE = "free some space or give another --output_dir"
 Place = tuple[int, int]
 """A stage and a tensor-parallel rank."""
@@ -83,11 +83,7 @@ def split_model(folder: Path, output: Path, degrees: tuple[int, int]) -> Split:
 
     Raises `UserError` for a model that cannot be split, and an output that is not empty or cannot be written.
     """
-    try:
-        check_output(output, folder)
-    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--output_dir {str(output)!r:.80} cannot be used ({reason}); give another one") from error
+    check_output(output, folder)
     output = output.resolve()  # a folder cannot take the place of a link to one
     if is_split(folder):
         raise ConfigError(f"--model {folder} is split already; give the folder it was split from")
@@ -106,15 +102,8 @@ def split_model(folder: Path, output: Path, degrees: tuple[int, int]) -> Split:
 
 def check_output(output: Path, model: Path) -> None:
     """Raise `ConfigError`, before any work, where the ranks have no place to go."""
-    home, source = output.resolve(), model.resolve()
-    if home == source or source in home.parents:
-        raise ConfigError(f"--output_dir {output} is in the model's own folder; give a folder outside of it")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        what = "is not empty" if output.is_dir() else "is a file"
-        raise ConfigError(f"--output_dir {output} {what}; give a folder that is empty or does not exist")
-    if home.is_mount():
-        raise ConfigError(f"--output_dir {output} is a mount point, which cannot be replaced; give a folder in it")
-    partial = home.with_name(home.name + PARTIAL)
+    check_new_folder(output, model)
+    partial = partial_folder(output.resolve())
     if partial.exists():
         raise ConfigError(f"{partial} is there, of a run that was killed or goes on; delete it first")
 
@@ -148,7 +137,7 @@ def _check_space(output: Path, source: _Source) -> None:
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
     """A folder that becomes the output once everything is in it, and is removed where that fails."""
-    root = output.with_name(output.name + PARTIAL)
+    root = partial_folder(output)
     try:
         root.mkdir(parents=True)
         yield root

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_tools.output_folder import check_new_folder, partial_folder
 from bladellm_tools.quantize.job import ModuleReport
 from bladellm_tools.quantize.pipeline.files import (
     TEMPORARY,
@@ -22,8 +23,6 @@ from bladellm_tools.quantize.pipeline.files import (
 from bladellm_tools.quantize.pipeline.fingerprint import Fingerprint, differences
 from bladellm_tools.quantize.pipeline.manifest import LayerRecord, Manifest, load_manifest
 
-PARTIAL = ".partial"
-
 
 @dataclass(slots=True)
 class Staging:
@@ -35,7 +34,7 @@ class Staging:
 
     @property
     def root(self) -> Path:
-        return staging_root(self.output)
+        return partial_folder(self.output)
 
     @property
     def model(self) -> Path:
@@ -101,27 +100,15 @@ class Staging:
             raise UserError(f"{path} is not as it was written; delete {self.root} and start again without --resume")
 
 
-def staging_root(output: Path) -> Path:
-    return output.with_name(output.name + PARTIAL)
-
-
 def manifest_path(root: Path) -> Path:
     return root / "manifest.json"
 
 
 def check_output(output: Path, model: Path, resume: bool) -> None:
     """Raise `ConfigError` or `UserError`, before any work, where the result has no place to go."""
-    home, source = output.resolve(), model.resolve()
-    if home == source or source in home.parents:
-        raise ConfigError(f"--output_dir {output} is in the model's own folder; give a folder outside of it")
-    with write_errors(output):
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            what = "is not empty" if output.is_dir() else "is a file"
-            raise ConfigError(f"--output_dir {output} {what}; give a folder that is empty or does not exist")
-    root = staging_root(output)
-    with write_errors(root):
-        exists = root.exists()
-    if exists and not resume:
+    check_new_folder(output, model)
+    root = partial_folder(output)
+    if root.exists() and not resume:
         raise ConfigError(f"{root} holds an interrupted run; go on with it by --resume, or delete it")
 
 
@@ -130,7 +117,7 @@ def open_staging(output: Path, layers: int, fingerprint: Fingerprint) -> Staging
 
     Raises `UserError` where it cannot be written or read, and `ConfigError` where it is of other work.
     """
-    root = staging_root(output)
+    root = partial_folder(output)
     staging = Staging(output, layers, Manifest(fingerprint))
     with write_errors(root):
         for folder in (staging.model, root / "folds"):
