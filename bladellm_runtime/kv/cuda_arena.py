@@ -194,6 +194,8 @@ def _written(plan: MemoryPlan) -> list[int]:
 def _shown(memory: CudaMemory, view: View, conversion: Job | None) -> Iterator[bool]:
     """Show a granule or a block, which must have been converted as it should."""
     if conversion is not None and conversion.error is not None:
+        # A block shown whole before would otherwise be in the way of the views that come next.
+        yield from memory.clear(view)
         raise conversion.error
     yield from memory.show(view)
 
