@@ -16,7 +16,7 @@ from bladellm_runtime.kv.dlpack import bytes_at
 from bladellm_runtime.kv.granule_arena import GranuleArena
 from bladellm_runtime.kv.mapped_layers import granule_views, layer_views
 from bladellm_runtime.kv.mapper import Job, Mapper
-from bladellm_runtime.kv.operations import Copy, MemoryPlan, Rows, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Rows, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.spec import KvSpec
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class CudaArena(GranuleArena):
         if not (plan or self._pending):
             return  # as in nearly all steps
         self._check_moves(plan)
-        self._forget_done()
+        self._forget(plan)
         for view in plan.views:
             self._view(view)
         before = len(self._pending)
@@ -133,8 +133,11 @@ class CudaArena(GranuleArena):
             self._conversions[block] = last
         return last
 
-    def _forget_done(self) -> None:
-        self._pending = [view for view in self._pending if not view.job.succeeded]
+    def _forget(self, plan: MemoryPlan) -> None:
+        """Drop what is done, and what a plan replaces: it comes after that, and whether that fails does not matter."""
+        views = (*plan.views, *plan.ahead)
+        left = [view for view in self._pending if not view.job.succeeded]
+        self._pending = [view for view in left if not any(_replaces(new, view) for new in views)]
         self._conversions = {block: job for block, job in self._conversions.items() if not job.succeeded}
 
     def _entered(self, rows: Rows) -> list[Pending]:
@@ -172,6 +175,13 @@ class CudaArena(GranuleArena):
                 raise ValueError(f"a move reads granule {granule}, whose block the same plan takes otherwise")
 
 
+def _replaces(new: Show | Hide, old: Pending) -> bool:
+    """Whether nothing of an older view of the same slot is left where it begins."""
+    if isinstance(new, Hide):
+        return new.slot == old.slot and new.keep <= old.start
+    return new.slot == old.slot and new.position <= old.start < new.position + len(new.granules)
+
+
 def _read(plan: MemoryPlan) -> list[int]:
     """Granules that moves read as they were before the plan: not those that earlier moves have written."""
     found: list[int] = []
@@ -194,6 +204,8 @@ def _written(plan: MemoryPlan) -> list[int]:
 def _shown(memory: CudaMemory, view: View, conversion: Job | None) -> Iterator[bool]:
     """Show a granule or a block, which must have been converted as it should."""
     if conversion is not None and conversion.error is not None:
+        # A block shown whole before would otherwise be in the way of the views that come next.
+        yield from memory.clear(view)
         raise conversion.error
     yield from memory.show(view)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from bladellm_runtime.kv.arena import ArenaStats
-from bladellm_runtime.kv.cuda_blocks import CudaBlocks, run_through
+from bladellm_runtime.kv.cuda_blocks import CudaBlocks
 from bladellm_runtime.kv.cuda_driver import MemoryDriver
 from bladellm_runtime.kv.cuda_mappings import CudaMappings
 from bladellm_runtime.kv.cuda_views import View, ViewMap
@@ -22,8 +22,8 @@ class CudaMemory:
     Nothing but `close` waits for kernels. That is safe because the accounting takes a block otherwise, and shows other
     granules at a position, only after the last step that touched what was there.
 
-    For one thread at a time. `show`, `hide` and `convert` are iterators of short pieces (`Mapper`'s jobs), which may
-    take turns as long as no two are about the same slot, and none is about a block that another one converts.
+    For one thread at a time. `show`, `clear`, `hide` and `convert` are iterators of short pieces (`Mapper`'s jobs),
+    which may take turns as long as no two are about the same slot, and none is about a block that another one converts.
     `reclaim` is called when memory is short, before a second and last try.
     """
 
@@ -57,12 +57,7 @@ class CudaMemory:
         if view in self._views:
             return
         start = time.perf_counter()
-        while others := self._views.overlapping(view.slot, view.start, view.start + view.length):
-            if others[0].start < view.start:
-                whole = others[0].start
-                raise ValueError(f"slot {view.slot} shows a whole block at {whole}, which {view.start} would cut")
-            self._remove(others[0])
-            yield False
+        yield from self.clear(view)
         with ExitStack() as undo:
             for address, size, handles in zip(self._addresses(view), self._sizes, self._blocks.handles, strict=True):
                 self._mappings.map(undo, address, view.length * size, handles[view.granule])
@@ -70,6 +65,15 @@ class CudaMemory:
             undo.pop_all()
         self._views.add(view)
         self._mappings.note(start, "show")
+
+    def clear(self, view: View) -> Iterator[bool]:
+        """Unmap what is in the place of a view. Raises `ValueError` as `show`."""
+        while others := self._views.overlapping(view.slot, view.start, view.start + view.length):
+            if others[0].start < view.start:
+                whole = others[0].start
+                raise ValueError(f"slot {view.slot} shows a whole block at {whole}, which {view.start} would cut")
+            self._remove(others[0])
+            yield False
 
     def hide(self, slot: int, keep: int) -> Iterator[bool]:
         """Unmap what a slot shows from position `keep` on. A block that starts before stays, for it is one mapping."""
@@ -101,14 +105,17 @@ class CudaMemory:
         self._undo.close()
 
     def _hide_all(self) -> None:
-        for slot in range(self._spec.num_slots):
-            run_through(self.hide(slot, 0))
+        with ExitStack() as rest:
+            for view in self._views.all():
+                rest.callback(self._remove, view)
 
     def _remove(self, view: View) -> None:
-        """Unmap a view in every group, at once: its positions may be those of another job."""
+        """Unmap a view in every group, whatever errors there are on the way, and at once: its positions may be those of
+        another job."""
         self._views.remove(view)
-        for address, size in zip(self._addresses(view), self._sizes, strict=True):
-            self._mappings.unmap(address, view.length * size)
+        with ExitStack() as rest:
+            for address, size in zip(self._addresses(view), self._sizes, strict=True):
+                rest.callback(self._mappings.unmap, address, view.length * size)
 
     def _addresses(self, view: View) -> list[int]:
         """Where a view begins in each group."""

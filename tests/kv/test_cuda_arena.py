@@ -192,6 +192,33 @@ def outcome(arena, show):
     return None
 
 
+def test_a_failed_conversion_over_a_whole_block_is_told_as_what_it_is(arena, cuda):
+    """The next view finds the block that the slot showed before out of its way."""
+    run_plan(arena, [Show(1, 0, [8]), Show(0, 0, BLOCK, whole=True)])
+    cuda.fail["cuMemMap"] = (0, CUresult.CUDA_ERROR_UNKNOWN)
+    show = Show(0, 0, [12, 9])
+    assert outcome(arena, show) == "KV memory of slots [0] cannot be mapped: cuMemMap: CUDA_ERROR_UNKNOWN"
+    assert mapped_granules(arena, cuda, 0) == [0, 0]
+    assert outcome(arena, show) is None
+    assert mapped_granules(arena, cuda, 0) == [2, 2]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_failing_unmap_leaves_no_other_group_mapped(caplog, hidden):
+    """Be it in a step or at the end: all the rest is given back."""
+    cuda = FakeCuda()
+    arena = GEOMETRY.arena("cuda", cuda)
+    run_plan(arena, [Show(0, 0, [4, 9]), Show(1, 0, [4])])
+    cuda.fail["cuMemUnmap"] = (0, CUresult.CUDA_ERROR_UNKNOWN)
+    if hidden:
+        with pytest.raises(MemoryError, match="cuMemUnmap: CUDA_ERROR_UNKNOWN"):
+            run_plan(arena, [Hide(0, 0)])
+        assert mapped_granules(arena, cuda, 0) == [0, 0]
+    arena.close()
+    assert ("KV memory was not given back: cuMemUnmap" in caplog.text) == (not hidden)
+    cuda.dispose()
+
+
 @pytest.mark.parametrize("helps", [True, False])
 def test_short_memory_is_asked_for_twice(monkeypatch, helps):
     """What a converted block gave back is gone meanwhile; torch's cache may have it."""

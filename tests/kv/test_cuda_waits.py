@@ -192,6 +192,22 @@ def test_a_failed_view_is_raised_however_late_its_slot_is_entered(arena, cuda):
     run_plan(arena)
 
 
+@pytest.mark.parametrize("between", [[], [Hide(2, 0)]])
+def test_a_failed_view_that_another_one_replaces_is_nobodys_error(arena, cuda, between):
+    """Mapped ahead for a request that ended; the next one in its slot has other granules there."""
+    run_plan(arena, [Show(1, 0, [0, 1, 3])])
+    cuda.fail["cuMemSetAccess"] = (0, CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    step(arena, ahead=[Show(2, 0, [0])])
+    for view in between:
+        step(arena, [view])
+        arena.wait()
+    step(arena, [Show(2, 0, [1, 3])], rows=[(2, 0, 1)])
+    arena.wait()
+    assert not cuda.fail
+    assert mapped(arena, cuda, 2, 1)
+    assert arena.granules(2) == [1, 3]
+
+
 class SlowCuda(FakeCuda):
     """Calls take a random while, and memory is zero only some time after that was asked for."""
 
