@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ def _lines(path: str, name: str) -> Iterator[tuple[int, str]]:
             if len(raw) > MAX_LINE_BYTES:
                 raise UserError(f"{name} line {number} is longer than {MAX_LINE_BYTES} bytes")
             try:
-                text = raw.decode().rstrip("\r\n")
+                text = raw.removeprefix(BOM_UTF8).decode().rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise UserError(f"{name} line {number} is not UTF-8 text") from error
             if text.strip():

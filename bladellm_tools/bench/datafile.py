@@ -1,5 +1,6 @@
 """Files of --data: prompts (jsonl) and traces, read and checked line by line."""
 
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def read_rows(path: str | None, dataset: str) -> list[tuple[str, dict[str, Any]]
 def parse_row(place: str, line: bytes) -> tuple[str, dict[str, Any]]:
     """One line as an object."""
     try:
-        row = orjson.loads(line)
+        row = orjson.loads(line.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON: {error}") from error
     if not isinstance(row, dict):

@@ -1,6 +1,7 @@
 """From text files to windows of tokens: documents joined by two newlines, tokenized once, cut without overlap."""
 
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def cut(ids: torch.Tensor, window: int, max_windows: int | None = None) -> torch
 
 
 def _read_txt(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         yield lines.read()
 
 
@@ -92,7 +93,7 @@ def _read_jsonl(file: Path) -> Iterator[str]:
 
 def _document(line: bytes, place: str) -> str:
     try:
-        content = msgspec.json.decode(line)
+        content = msgspec.json.decode(line.removeprefix(BOM_UTF8))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise UserError(f"{place} is not JSON: {error}") from error
     text = content.get(FIELD) if isinstance(content, dict) else None

@@ -50,6 +50,12 @@ def test_a_text_file_keeps_its_line_ends(tmp_path) -> None:
     assert read_text(str(tmp_path / "a.txt")).text == "one\r\ntwo\n"
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "one"), ("a.jsonl", '{"text": "one"}')])
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path, name, content) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert read_text(str(tmp_path / name)).text == "one"
+
+
 def test_a_text_below_one_window_is_refused_with_the_window_that_works(demo_model) -> None:
     tokenizer = Tokenizer.load(demo_model)
     text = EvaluationText("x.txt", random_text(20))

@@ -131,6 +131,8 @@ def test_formats(tmp_path) -> None:
     assert read_prompts(str(path), "txt") == read_prompts(str(path))
     path.write_text('"a"\n')
     assert read_prompts(str(path), "jsonl") == [PromptLine(1, "a")]
+    path.write_text('"a"', encoding="utf-8-sig")
+    assert read_prompts(str(path), "jsonl") == [PromptLine(1, "a")]
 
 
 def test_files_that_cannot_be_used(tmp_path, demo_model) -> None:

@@ -104,6 +104,12 @@ def test_pages_of_plain_text_are_documents(tmp_path) -> None:
     assert read_documents(str(path)) == ["one\n\nstill one", "two"]
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "one"), ("a.jsonl", '"one"')])
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path, name, content) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert read_documents(str(tmp_path / name)) == ["one"]
+
+
 def test_a_parquet_file_without_rows_holds_no_text(tmp_path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"

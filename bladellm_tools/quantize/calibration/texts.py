@@ -6,6 +6,7 @@ parquet files and hub names through the `datasets` library, streamed, without an
 
 import gzip
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -62,7 +63,7 @@ def _read_file(path: Path, flag: str) -> list[Document]:
         if path.suffix in TABLE_FILES:
             return read_parquet(path, flag)
         if path.suffix in TEXT_FILES:
-            return _bounded(_pages(path.read_text(encoding="utf-8")), f"{flag} {path}")
+            return _bounded(_pages(path.read_text(encoding="utf-8-sig")), f"{flag} {path}")
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -102,7 +103,7 @@ def _read_lines(path: Path, flag: str) -> Iterator[Document]:
 def parse_line(raw: bytes, place: str) -> Document:
     """The document of one line of JSON. Raises `UserError` that begins with `place`."""
     try:
-        content = msgspec.json.decode(raw)
+        content = msgspec.json.decode(raw.removeprefix(BOM_UTF8))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise UserError(f"{place} is not JSON: {error}; {ADVICE}") from error
     return document_of(content, place)
