@@ -53,7 +53,8 @@ def make_cascade(
     workspace = None
     if arena.device.type == "cuda":
         heads = (spec.heads, spec.kv_heads, spec.head_dim)
-        workspace = CascadeWorkspace(arena.device, max(sizes), *heads, shape.format, shape.dtype)
+        paged = args.attn_cls == "paged"
+        workspace = CascadeWorkspace(arena.device, max(sizes), *heads, shape.format, shape.dtype, paged)
     return Cascade(members, workspace)
 
 

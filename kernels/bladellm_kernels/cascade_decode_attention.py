@@ -109,11 +109,12 @@ class CascadeWorkspace:
         head_dim: int,
         format: KvFormat = NO_QUANT,
         dtype: torch.dtype = torch.bfloat16,
+        paged: bool = False,
     ) -> None:
         self.members = tile_members(heads, kv_heads, head_dim, dtype)
         sizes = (heads, kv_heads, head_dim)
-        self.own = DecodeWorkspace(device, max_batch, *sizes, 1, format, dtype)
-        self.shared = DecodeWorkspace(device, max(max_batch // 2, 1), *sizes, self.members, format, dtype)
+        self.own = DecodeWorkspace(device, max_batch, *sizes, 1, format, dtype, paged=paged)
+        self.shared = DecodeWorkspace(device, max(max_batch // 2, 1), *sizes, self.members, format, dtype, paged=paged)
 
     def plan(
         self, prefixes: SharedPrefixes, base_rows: torch.Tensor, slots: torch.Tensor, kv_lens: torch.Tensor

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from bladellm_kernels.cascade_decode_attention import CascadeWorkspace
 from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_shape import decode_shape
 from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule
@@ -214,6 +215,8 @@ def test_work_is_planned_for_the_kernel_that_takes_it(hopper, paged, head_dim, s
     workspace = DecodeWorkspace(torch.device("cpu"), 64, 32, 8, head_dim, paged=paged)
     assert workspace.schedule(1, 64).warp_specialized is specialized
     assert not workspace.schedule(1, 8, light=True).warp_specialized
+    shared = CascadeWorkspace(torch.device("cpu"), 64, 32, 8, head_dim, paged=paged)
+    assert shared.own.schedule(1, 64).warp_specialized is specialized
     assert specialized or workspace.schedule(1, 64) == DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
 
 
