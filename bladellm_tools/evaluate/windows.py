@@ -1,6 +1,5 @@
 """From text files to windows of tokens: documents joined by two newlines, tokenized once, cut without overlap."""
 
-import logging
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ import torch
 
 from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_tools.parquet import stream_rows
 
 FIELD = "text"
 SEPARATOR = "\n\n"
 MAX_FILE_BYTES = 2**30
-PARQUET_ROWS = 1024
-"""Read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +114,10 @@ def _read_parquet(file: Path) -> Iterator[str]:
 
 def _parquet_column(file: Path) -> tuple[list[str], list[object]]:
     """Names of the columns, none of a file without rows, and the values of `text`."""
-    import datasets
-
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of what it raises
     columns: list[str] = []
     texts: list[object] = []
     try:
-        # Its default is the size of the first group of rows, which it refuses where that is none.
-        rows = datasets.load_dataset(
-            "parquet", data_files=str(file), split="train", streaming=True, batch_size=PARQUET_ROWS
-        )
-        for row in rows:
+        for row in stream_rows(file):
             columns = columns or list(row)
             texts.append(row.get(FIELD))
     except Exception as error:  # its readers raise types of several libraries

@@ -1,6 +1,5 @@
 """The proof of a split folder: its ranks are put together, tensor by tensor, and are the source byte for byte."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from bladellm_runtime.errors import CheckpointError, ConfigError
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.split_folder import MergedCheckpoint, open_merged
+from bladellm_tools.quantize.pipeline.files import file_digest
 from bladellm_tools.quantize.pipeline.publish import small_files
 from bladellm_tools.split.writer import tensor_digest
 
@@ -77,7 +77,7 @@ def _compare_files(folder: Path, merged: MergedCheckpoint) -> int:
         if {path.name for path in rank.paths} != set(owner.files):
             raise CheckpointError(f"{merged.index} names other files than there are in {home}; split the model again")
         for path in rank.paths:
-            if _digest(path) != owner.files[path.name].sha256:
+            if file_digest(path) != owner.files[path.name].sha256:
                 raise CheckpointError(f"{path} is not as it was written; split the model again")
             count += 1
     return count
@@ -88,12 +88,7 @@ def _compare_copies(folder: Path, merged: MergedCheckpoint) -> None:
     homes = [folder / rank_folder(owner.stage, owner.rank) for owner in merged.manifest.ranks]
     names = {"config.json", *(path.name for home in homes for path in small_files(home))}
     for name in sorted(names):
-        digest = _digest(file_in(folder, name))
+        digest = file_digest(file_in(folder, name))
         for home in homes:
-            if _digest(file_in(home, name)) != digest:
+            if file_digest(file_in(home, name)) != digest:
                 raise CheckpointError(f"{home / name} and {folder / name} differ; split the model again")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

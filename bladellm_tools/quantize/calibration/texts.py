@@ -16,14 +16,13 @@ import msgspec
 
 from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_tools.flags import shown
+from bladellm_tools.parquet import stream_rows
 
 Document = str | list[dict[str, Any]]
 MAX_LINE_BYTES = 64 * 2**20
 MAX_FILE_BYTES = 2**30
 MAX_CHARACTERS = 2**28
 """Of the texts of one file or data set: a thousand times what calibration uses."""
-PARQUET_ROWS = 1024
-"""Read at a time."""
 PAGE = "\f"
 """Separates the documents of a .txt file."""
 FLAG = "--calib_data_file"
@@ -142,12 +141,7 @@ def read_parquet(path: Path, flag: str = FLAG) -> list[Document]:
     """The column `text` (or `messages`) of a parquet file."""
     place = f"{flag} {path}"
     try:
-        from datasets import load_dataset
-
-        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of what it raises
-        # Its default is the size of the first group of rows, which it refuses where that is none.
-        rows = load_dataset("parquet", data_files=str(path), split="train", streaming=True, batch_size=PARQUET_ROWS)
-        return _bounded(_records(rows, place), place)
+        return _bounded(_records(stream_rows(path), place), place)
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets raise many unrelated types for a broken file
