@@ -15,7 +15,7 @@ from bladellm_runtime.scheduler.prompt_load import PromptLoad
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence, State
 
-LOOKED = 256
+COUNTED_PROMPTS = 256
 """Queued prompts, the first ones, whose tokens are counted for a step: the others are taken to be as long."""
 
 
@@ -109,13 +109,13 @@ class Planner:
             return limit
         start, end = first.prefill_range
         queued, enough = 0, queue_limit(bound)
-        for looked, seq in enumerate(line, 1):
+        for counted, seq in enumerate(line, 1):
             begin, stop = seq.prefill_range
             queued += stop - begin
             if queued > enough:
                 break
-            if looked == LOOKED:
-                queued = queued * max(len(self._roster.waiting), LOOKED) // LOOKED
+            if counted == COUNTED_PROMPTS:
+                queued = queued * max(len(self._roster.waiting), COUNTED_PROMPTS) // COUNTED_PROMPTS
                 break
         load = self._load.share(now)
         demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued, load)
