@@ -18,12 +18,7 @@ from bladellm_kernels.decode_kv_triton import (
     load_scales,
     load_units,
 )
-from bladellm_kernels.decode_launch import (
-    kv_arguments,
-    plan_arguments,
-    register_limit,
-    row_arguments,
-)
+from bladellm_kernels.decode_launch import kv_arguments, plan_arguments, register_limit, row_arguments
 from bladellm_kernels.decode_queries_triton import (
     PlanArguments,
     first_granule,

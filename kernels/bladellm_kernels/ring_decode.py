@@ -4,12 +4,7 @@ import torch
 
 from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import KvArguments
-from bladellm_kernels.decode_launch import (
-    kv_arguments,
-    plan_arguments,
-    register_limit,
-    row_arguments,
-)
+from bladellm_kernels.decode_launch import kv_arguments, plan_arguments, register_limit, row_arguments
 from bladellm_kernels.decode_results_hopper import States
 from bladellm_kernels.decode_ring_hopper import PRODUCER_WARPS
 from bladellm_kernels.decode_shape import DecodeShape
