@@ -143,7 +143,8 @@ def measure(
     results = []
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
-    plans = schedules or [default_schedule(*shape, warp_specialized=is_hopper(device) and not problem.paged)]
+    specialized = is_hopper(device) and not problem.paged
+    plans = schedules or [default_schedule(*shape, warp_specialized=specialized, kv_heads=problem.kv_heads)]
     for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:

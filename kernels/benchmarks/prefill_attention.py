@@ -5,8 +5,9 @@ python kernels/benchmarks/prefill_attention.py [--heads 32x8x128] [--cases 8192 
 
 A case is a batch of chunks, QUERIES or QUERIES+PREFIX each. 100 % is the better of the cuDNN and the flash back end of
 `scaled_dot_product_attention` on a whole sequence of contiguous tensors, and for a prefix the same rate of operations
-as that of the case's queries without mask against all its keys. Operations are those of the visible scores. Before a
-way is timed, some rows of its output, NaN until then, are compared with attention in float32.
+as that of the case's queries without mask against all its keys; `masked` are these back ends on what the case asks for,
+with a mask. Operations are those of the visible scores. Before a way is timed, some rows of its output, NaN until then,
+are compared with attention in float32.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 GRANULE = 512
 CASES = [
@@ -143,12 +145,32 @@ def library_rate(setting: Setting, spans: list[Span]) -> dict[str, float]:
     done = operations([span], setting.heads) if causal else 4 * heads * head_dim * span.query_len * total
     grouped = heads != kv_heads
     rates: dict[str, float] = {}
-    for name, backend in BACKENDS.items() if setting.device == "cuda" else [("math", SDPBackend.MATH)]:
+    for name, backend in _backends(setting).items():
         with sdpa_kernel(backend):
             seconds, _ = setting.seconds(
                 lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
             )
         rates[name] = done / seconds
+    return rates | ({} if causal else _masked_rates(setting, span, q, k, v))
+
+
+def _backends(setting: Setting) -> dict[str, SDPBackend]:
+    return BACKENDS if setting.device == "cuda" else {"math": SDPBackend.MATH}
+
+
+def _masked_rates(setting: Setting, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+    """The same of a chunk behind a prefix as it is: flash attention's own mask of the lower right corner, and for the
+    others one in memory."""
+    done, group = operations([span], setting.heads), q.shape[1] // k.shape[1]
+    keys, values = (each.repeat_interleave(group, 1) for each in (k, v))
+    corner = causal_lower_right(span.query_len, k.shape[2])
+    ones = torch.ones(span.query_len, k.shape[2], dtype=torch.bool, device=q.device)
+    rates: dict[str, float] = {}
+    for name, backend in _backends(setting).items():
+        mask = corner if name == "flash" else ones.tril(span.start)
+        with sdpa_kernel(backend):
+            seconds, _ = setting.seconds(partial(F.scaled_dot_product_attention, q, keys, values, attn_mask=mask))
+        rates[f"{name}, masked"] = done / seconds
     return rates
 
 
@@ -230,7 +252,7 @@ def measure(
     spans, label = parse_case(case), "x".join(map(str, setting.heads))
     done = operations(spans, setting.heads)
     rates = library_rate(setting, spans)
-    best = max(rates.values())
+    best = max(rate for name, rate in rates.items() if not name.endswith("masked"))
     for name, rate in rates.items():
         yield Result(label, case, f"torch {name}", done / rate * 1e6, rate / 1e12, rate / best, 0.0)
     tokens = sum(span.query_len for span in spans)

@@ -1,4 +1,8 @@
-"""The results of `ring_decode_hopper`: the outputs of a program's warps are added up, and those of programs merged."""
+"""The results of `ring_decode_hopper`: the outputs of a program's warps are added up, and those of programs merged.
+
+A result is, of a KV head, outputs by part [units, rows] and their binary logarithms [rows]; a program has one of each
+of its heads.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +11,6 @@ from triton.experimental.gluon import language as gl
 
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.decode_states_triton import LN2
-from bladellm_kernels.decode_steps_hopper import rows_layout
 from bladellm_kernels.kv_codes_triton import part_number
 from bladellm_kernels.merge_attention_triton import LOWEST
 
@@ -25,54 +28,120 @@ class States(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a program writes for: a KV head and query rows from `row` on; lane: of the heads' tiles of rows."""
+    """What a program writes for: KV heads from `head`, query rows from `row` on; lane: of the heads' tiles of rows."""
 
     head: gl.tensor
     row: gl.tensor
     lane: gl.tensor
 
 
+class Scratch(NamedTuple):
+    """Where warps leave their states: outputs, [warps, units, rows] of each part; maxima and totals, [warps, rows]."""
+
+    outputs: gl.tuple
+    maxima: gl.shared_memory_descriptor
+    totals: gl.shared_memory_descriptor
+
+
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def scratch_layout(shape: DecodeShape) -> gl.BlockedLayout:
-    """Of the outputs of all warps, [warps, units, rows], units side by side; a thread has them of every warp."""
+def scratch_layout(shape: DecodeShape, rank: int) -> gl.SwizzledSharedLayout:
+    """Of outputs, units side by side: neither where products lie nor where `sums_layout` does two meet in a bank."""
+    return gl.SwizzledSharedLayout(8, 2, min(4, max(shape.units // 8, 1)), [1, 2, 0] if rank == 3 else [0, 1])
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def sums_layout(shape: DecodeShape) -> gl.BlockedLayout:
+    """Of outputs [units, rows], units side by side."""
     across = min(shape.units, 32)
     warps_across = min(shape.warps, shape.units // across)
-    warps = [1, warps_across, shape.warps // warps_across]
-    return gl.BlockedLayout([shape.warps, 1, 1], [1, across, 32 // across], warps, [1, 2, 0])
+    return gl.BlockedLayout([1, 1], [across, 32 // across], [warps_across, shape.warps // warps_across], [0, 1])
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def sums_layout(shape: DecodeShape) -> gl.SliceLayout:
-    """Of outputs [units, rows]."""
-    return gl.SliceLayout(0, scratch_layout(shape))
+def log_layout(shape: DecodeShape) -> gl.SliceLayout:
+    """Of the logarithms of a result."""
+    return gl.SliceLayout(0, sums_layout(shape))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def new_scratch(SHAPE: gl.constexpr) -> gl.shared_memory_descriptor:
-    """Where warps leave their outputs."""
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
-    return gl.allocate_shared_memory(gl.float32, [SHAPE.parts, SHAPE.warps, SHAPE.units, SHAPE.rows], LAYOUT)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def add_warps(scratch: gl.shared_memory_descriptor, outputs: gl.tuple, SHAPE: gl.constexpr) -> gl.tuple:
-    """The sums over warps by part, [units, rows]."""
+def new_scratch(SHAPE: gl.constexpr) -> Scratch:
     PARTS: gl.constexpr = SHAPE.parts
-    for part in gl.static_range(PARTS):
-        scratch.index(part).store(outputs[part])
-    found: gl.tuple = ()
-    for part in gl.static_range(PARTS):
-        found += (gl.sum(scratch.index(part).load(scratch_layout(SHAPE)), 0),)
-    return found
+    OUTPUTS: gl.constexpr = scratch_layout(SHAPE, 3)
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    outputs: gl.tuple = ()
+    for _part in gl.static_range(PARTS):
+        # One each: the compiler has the threads meet between stores to the same memory.
+        outputs += (gl.allocate_shared_memory(gl.float32, [SHAPE.warps, SHAPE.units, SHAPE.rows], OUTPUTS),)
+    maxima = gl.allocate_shared_memory(gl.float32, [SHAPE.warps, SHAPE.rows], NUMBERS)
+    return Scratch(outputs, maxima, gl.allocate_shared_memory(gl.float32, [SHAPE.warps, SHAPE.rows], NUMBERS))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def store_output(sums: gl.tuple, out: gl.tuple, sequence: gl.tensor, target: gl.tuple, SHAPE: gl.constexpr) -> None:
-    """Outputs by part [units, rows] of a whole sequence."""
+def join_warps(scratch: gl.tuple, ended: gl.tuple, SHAPE: gl.constexpr) -> gl.tuple:
+    """The results of a program's heads, from what `end_segment` gives of its warps, by one meeting of these."""
+    PARTS: gl.constexpr = SHAPE.parts
+    HEADS: gl.constexpr = SHAPE.lane_heads
+    outputs, maximum, total = ended
+    for part in gl.static_range(PARTS):
+        scratch.outputs[part].store(outputs[part])
+    scratch.maxima.store(maximum)
+    scratch.totals.store(total)
+    results: gl.tuple = ()
+    for head in gl.static_range(HEADS):
+        results += (_join_head(scratch, head, SHAPE),)
+    return results
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _join_head(scratch: gl.tuple, HEAD: gl.constexpr, SHAPE: gl.constexpr) -> gl.tuple:
+    PARTS: gl.constexpr = SHAPE.parts
+    WARPS: gl.constexpr = SHAPE.head_warps
+    FIRST: gl.constexpr = HEAD * WARPS
+    maxima = _by_warp(scratch.maxima, SHAPE)
+    totals = _by_warp(scratch.totals, SHAPE)
+    highest = maxima.index(FIRST).load(log_layout(SHAPE))
+    for warp in gl.static_range(1, WARPS):
+        highest = gl.maximum(highest, maxima.index(FIRST + warp).load(log_layout(SHAPE)))
+    whole = highest * 0.0
+    weights: gl.tuple = ()
+    for warp in gl.static_range(WARPS):
+        weights += (gl.exp2(maxima.index(FIRST + warp).load(log_layout(SHAPE)) - highest),)
+        whole = whole + totals.index(FIRST + warp).load(log_layout(SHAPE)) * weights[warp]
+    factor = 1.0 / gl.where(whole == 0.0, 1.0, whole)
+    sums: gl.tuple = ()
+    for part in gl.static_range(PARTS):
+        outputs = scratch.outputs[part]._reinterpret(
+            gl.float32, [SHAPE.warps, SHAPE.units, SHAPE.rows], scratch_layout(SHAPE, 2)
+        )
+        total = outputs.index(FIRST).load(sums_layout(SHAPE)) * weights[0][None, :]
+        for warp in gl.static_range(1, WARPS):
+            total += outputs.index(FIRST + warp).load(sums_layout(SHAPE)) * weights[warp][None, :]
+        sums += (total * factor[None, :],)
+    return sums, highest + gl.log2(whole)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _by_warp(numbers: gl.shared_memory_descriptor, SHAPE: gl.constexpr) -> gl.shared_memory_descriptor:
+    """Numbers [warps, rows], to be indexed by warp."""
+    return numbers._reinterpret(gl.float32, [SHAPE.warps, SHAPE.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def store_output(results: gl.tuple, out: gl.tuple, sequence: gl.tensor, target: gl.tuple, SHAPE: gl.constexpr) -> None:
+    """The outputs of a whole sequence."""
+    HEADS: gl.constexpr = SHAPE.lane_heads
+    for each in gl.static_range(HEADS):
+        _store_head(results[each][0], out, sequence, target.head + each, target.row, SHAPE)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_head(
+    sums: gl.tuple, out: gl.tuple, sequence: gl.tensor, head: gl.tensor, first: gl.tensor, SHAPE: gl.constexpr
+) -> None:
     PARTS: gl.constexpr = SHAPE.parts
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    unit, row = _places(target.row, SHAPE)
-    place = out.rows + _row_offset(out, sequence, target.head, row, SHAPE)
+    unit, row = _places(first, SHAPE)
+    place = out.rows + _row_offset(out, sequence, head, row, SHAPE)
     for part in gl.static_range(PARTS):
         number = part_number(unit, part, PARTS, HEAD_DIM)
         numbers = sums[part].to(out.rows.dtype.element_ty)
@@ -81,20 +150,35 @@ def store_output(sums: gl.tuple, out: gl.tuple, sequence: gl.tensor, target: gl.
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def store_partial(
-    sums: gl.tuple, log: gl.tensor, states: gl.tuple, segment: gl.tensor, target: gl.tuple, SHAPE: gl.constexpr
+    results: gl.tuple, states: gl.tuple, segment: gl.tensor, target: gl.tuple, SHAPE: gl.constexpr
 ) -> None:
-    """Outputs by part [units, rows] and binary logarithms [rows] of a segment."""
+    """The results of a segment."""
+    HEADS: gl.constexpr = SHAPE.lane_heads
+    for each in gl.static_range(HEADS):
+        _store_state(results[each][0], results[each][1], states, segment, target.head + each, target.row, SHAPE)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_state(
+    sums: gl.tuple,
+    log: gl.tensor,
+    states: gl.tuple,
+    segment: gl.tensor,
+    head: gl.tensor,
+    first: gl.tensor,
+    SHAPE: gl.constexpr,
+) -> None:
     PARTS: gl.constexpr = SHAPE.parts
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    unit, row = _places(target.row, SHAPE)
-    place = _state_rows(segment, target.head, row, SHAPE).to(gl.int64) * SHAPE.head_dim
+    unit, row = _places(first, SHAPE)
+    place = _state_rows(segment, head, row, SHAPE).to(gl.int64) * SHAPE.head_dim
     for part in gl.static_range(PARTS):
         number = part_number(unit, part, PARTS, HEAD_DIM)
         mask = (row < SHAPE.rows_used)[None, :]
         gl.store(states.partial + place[None, :] + number[:, None], sums[part], mask=mask)
-    ROWS: gl.constexpr = gl.SliceLayout(0, rows_layout(SHAPE))
-    row = target.row + gl.arange(0, SHAPE.rows, layout=ROWS)
-    place = _state_rows(segment, target.head, row, SHAPE)
+    LOG: gl.constexpr = log_layout(SHAPE)
+    row = first + gl.arange(0, SHAPE.rows, layout=LOG)
+    place = _state_rows(segment, head, row, SHAPE)
     gl.store(states.lse + place, log * LN2, mask=row < SHAPE.rows_used)
 
 
@@ -111,8 +195,7 @@ def count_arrived(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def join_segment(
-    sums: gl.tuple,
-    log: gl.tensor,
+    results: gl.tuple,
     states: gl.tuple,
     segment: gl.tensor,
     segments: gl.tuple,
@@ -133,40 +216,43 @@ def join_segment(
         gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
         gl.thread_barrier()
     else:
-        store_partial(sums, log, states, segment, target, SHAPE)
+        store_partial(results, states, segment, target, SHAPE)
         # All threads' numbers are written before the one that counts says so.
         gl.thread_barrier()
         last = gl.atomic_add(counter, 1, sem="acq_rel") == count - 1
     if last:
         gl.store(counter, 0)
-        store_output(
-            _merge_segments(sums, log, states, segment, first, count, target, SHAPE), out, sequence, target, SHAPE
-        )
+        HEADS: gl.constexpr = SHAPE.lane_heads
+        for each in gl.static_range(HEADS):
+            head = target.head + each
+            sums = _merge_segments(results[each], states, segment, first, count, head, target.row, SHAPE)
+            _store_head(sums, out, sequence, head, target.row, SHAPE)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _counter(states: gl.tuple, sequence: gl.tensor, target: gl.tuple, SHAPE: gl.constexpr) -> gl.tensor:
-    return states.arrived + sequence * (SHAPE.kv_heads * SHAPE.tiles) + target.lane
+    return states.arrived + sequence * SHAPE.lanes + target.lane
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _merge_segments(
-    sums: gl.tuple,
-    log: gl.tensor,
+    result: gl.tuple,
     states: gl.tuple,
     own: gl.tensor,
     first: gl.tensor,
     segments: gl.tensor,
-    target: gl.tuple,
+    head: gl.tensor,
+    first_row: gl.tensor,
     SHAPE: gl.constexpr,
 ) -> gl.tuple:
-    """Outputs by part of segments [first, first + segments), the program's own among them; always in their order, so
-    that it does not matter which came last. Read past the L1 cache, which does not see what others write."""
+    """Outputs by part of segments [first, first + segments) of a head, the program's own among them; always in their
+    order, so that it does not matter which came last. Read past the L1 cache, which does not see what others write."""
     PARTS: gl.constexpr = SHAPE.parts
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    unit, row = _places(target.row, SHAPE)
+    sums, log = result
+    unit, row = _places(first_row, SHAPE)
     # Rounded as what others read of it.
-    own_log = gl.convert_layout(log, gl.SliceLayout(0, sums_layout(SHAPE))) * LN2 * (1.0 / LN2)
+    own_log = log * LN2 * (1.0 / LN2)
     maximum = row * 0.0 + LOWEST
     total = row * 0.0
     whole: gl.tuple = ()
@@ -177,7 +263,7 @@ def _merge_segments(
             segment = row * 0 + (first + start + index)
             used = (row < SHAPE.rows_used) & (segment < first + segments)
             other = used & (segment != own)
-            place = _state_rows(segment, target.head, row, SHAPE)
+            place = _state_rows(segment, head, row, SHAPE)
             found = gl.load(states.lse + place, mask=other, other=float("-inf"), cache_modifier=".cg") * (1.0 / LN2)
             logs = gl.where(used & (segment == own), own_log, found)
             highest = gl.maximum(maximum, logs)
@@ -200,15 +286,23 @@ def _merge_segments(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def clear_empty(
-    empties: gl.tensor, program: gl.tensor, programs: gl.tensor, out: gl.tuple, target: gl.tuple, SHAPE: gl.constexpr
+    empties: gl.tensor,
+    count: gl.tensor,
+    program: gl.tensor,
+    programs: gl.tensor,
+    out: gl.tuple,
+    target: gl.tuple,
+    SHAPE: gl.constexpr,
 ) -> None:
-    """Zeros for a program's share of the sequences of length 0, which `empties` lists."""
+    """Zeros for a program's share of the sequences of length 0, which `empties` lists behind their count."""
     PARTS: gl.constexpr = SHAPE.parts
     zeros: gl.tuple = ()
     for _part in gl.static_range(PARTS):
         zeros += (gl.full((SHAPE.units, SHAPE.rows), 0.0, gl.float32, sums_layout(SHAPE)),)
-    for index in range(program, gl.load(empties), programs):
-        store_output(zeros, out, gl.load(empties + 1 + index), target, SHAPE)
+    HEADS: gl.constexpr = SHAPE.lane_heads
+    for index in range(program, count, programs):
+        for each in gl.static_range(HEADS):
+            _store_head(zeros, out, gl.load(empties + 1 + index), target.head + each, target.row, SHAPE)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -21,11 +21,13 @@ PRODUCER_REGISTERS = gl.constexpr(56)
 
 class Ring(NamedTuple):
     """Of every stage a block, [2, warps, tokens, units], as which its keys and values are fetched together; the same as
-    `units`, [warps, tokens, units] of keys and then of values; the words of their scales and zeros, `scale_planes` of
-    [warps, tokens / 2]; and barriers that say that they are here (`full`) or have been read (`empty`)."""
+    `units`, [warps, tokens, units] of keys and then of values; `planes`, the words of their scales and zeros as they
+    are fetched, [`scale_planes`, warps, tokens / 2], and `words`, one plane each; and barriers that say that they are
+    here (`full`) or have been read (`empty`)."""
 
     blocks: gl.shared_memory_descriptor
     units: gl.shared_memory_descriptor
+    planes: gl.tuple
     words: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -48,18 +50,24 @@ def units_layout(units: int, rank: int) -> gl.SwizzledSharedLayout:
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def copy_layout(units: int) -> gl.BlockedLayout:
+def copy_layout(units: int, heads: int) -> gl.BlockedLayout:
     """Of a block [2, warps, tokens, units] over the producers' threads, 16 bytes each: a token's key and value lie
-    beside each other in memory, and are asked for at once."""
+    beside each other in memory, and so do its heads, if warps have different ones; they are asked for at once."""
     across = min(units // 8, 32)
     both = 2 if across < 32 else 1
-    return gl.BlockedLayout([1, 1, 1, 8], [both, 1, 32 // (both * across), across], [1, 4, 1, 1], [3, 0, 2, 1])
+    if heads == 1:
+        return gl.BlockedLayout([1, 1, 1, 8], [both, 1, 32 // (both * across), across], [1, 4, 1, 1], [3, 0, 2, 1])
+    beside = min(heads, 32 // (both * across))
+    return gl.BlockedLayout(
+        [1, 1, 1, 8], [both, beside, 32 // (both * beside * across), across], [1, 1, 4, 1], [3, 0, 1, 2]
+    )
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def words_copy_layout(words: int) -> gl.BlockedLayout:
-    """The same of [warps, words]: 4 bytes each."""
-    return gl.BlockedLayout([1, 1], [32 // words, words], [4, 1], [1, 0])
+def words_copy_layout(planes: int, words: int) -> gl.BlockedLayout:
+    """The same of [planes, warps, words]: 4 bytes each."""
+    beside = min(planes, 32 // words)
+    return gl.BlockedLayout([1, 1, 1], [beside, 32 // (beside * words), words], [1, 4, 1], [2, 0, 1])
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -77,15 +85,19 @@ def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> 
     blocks = gl.allocate_shared_memory(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 4))
     units = blocks._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 3))
     words: gl.tuple = ()
+    planes: gl.tuple = ()
     if PLANES > 0:
-        WORDS_SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        words += (gl.allocate_shared_memory(gl.int32, [STAGES * PLANES, WARPS, TOKENS // 2], WORDS_SHARED),)
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        PLANE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        together = gl.allocate_shared_memory(gl.int32, [STAGES, PLANES, WARPS, TOKENS // 2], WORDS)
+        planes += (together,)
+        words += (together._reinterpret(gl.int32, [STAGES * PLANES, WARPS, TOKENS // 2], PLANE),)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=32 * PRODUCER_WARPS)
         mbarrier.init(empty.index(stage), count=1)
-    return Ring(blocks, units, words, full, empty)
+    return Ring(blocks, units, planes, words, full, empty)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -151,25 +163,28 @@ def _fetch_block(
     SHAPE: gl.constexpr,
 ) -> None:
     """Start to copy the block at `position` of a granule; outside the span nothing is read, and zeros are left."""
-    LAYOUT: gl.constexpr = copy_layout(SHAPE.units)
+    LAYOUT: gl.constexpr = copy_layout(SHAPE.units, SHAPE.lane_heads)
     value = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     row = gl.arange(0, SHAPE.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
     unit = gl.arange(0, SHAPE.units, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-    token = (warp * SHAPE.tokens)[None, :, None, None] + token_of_row(row, SHAPE)[None, None, :, None]
+    HEAD_WARPS: gl.constexpr = SHAPE.head_warps
+    token = (warp % HEAD_WARPS * SHAPE.tokens)[None, :, None, None] + token_of_row(row, SHAPE)[None, None, :, None]
     token = token + (value * 0)[:, None, None, None]
     first = span.base_row + position
     if SHAPE.paged:
         first = granule.to(gl.int64) * SHAPE.granule_tokens + position % SHAPE.granule_tokens
     payload = kv.payload + (span.head.to(gl.int64) * kv.head_stride + first * kv.row_stride) * SHAPE.step
     offset = token * kv.row_stride * SHAPE.step + (value * kv.value_stride * SHAPE.step)[:, None, None, None]
+    if SHAPE.lane_heads > 1:
+        offset += (warp // HEAD_WARPS * kv.head_stride * SHAPE.step)[None, :, None, None]
     inside = token < span.kv_len - position
     if SHAPE.windowed:
         inside &= token >= span.lowest - position
     places = payload + (offset + unit[None, None, None, :])
     async_copy.async_copy_global_to_shared(ring.blocks.index(stage), places, mask=inside)
     if SHAPE.scaled:
-        _fetch_words(ring.words[0], stage, kv, granule, span.head, position, SHAPE)
+        _fetch_words(ring.planes[0], stage, kv, granule, span.head, position, SHAPE)
     async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
 
 
@@ -186,12 +201,16 @@ def _fetch_words(
     """The scales and zeros of a block, which lies in a granule; a word holds two, and strides count words."""
     COUNT: gl.constexpr = SHAPE.tokens // 2
     PLANES: gl.constexpr = scale_planes(SHAPE)
-    LAYOUT: gl.constexpr = words_copy_layout(COUNT)
-    warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(1, LAYOUT))
-    pair = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    LAYOUT: gl.constexpr = words_copy_layout(PLANES, COUNT)
+    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    pair = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    offset = plane // (PLANES // 2) * kv.scale_value_stride + plane % (PLANES // 2) * kv.scale_plane_stride
+    HEAD_WARPS: gl.constexpr = SHAPE.head_warps
+    beside = warp % HEAD_WARPS * COUNT
+    if SHAPE.lane_heads > 1:
+        beside += warp // HEAD_WARPS * kv.scale_head_stride
     first = kv.scales + granule.to(gl.int64) * kv.scale_granule_stride + head * kv.scale_head_stride
     first += position % SHAPE.granule_tokens // 2
-    for plane in gl.static_range(PLANES):
-        offset = plane // (PLANES // 2) * kv.scale_value_stride + plane % (PLANES // 2) * kv.scale_plane_stride
-        places = first + offset + ((warp * COUNT)[:, None] + pair[None, :])
-        async_copy.async_copy_global_to_shared(words.index(stage * PLANES + plane), places)
+    places = first + (offset[:, None, None] + beside[None, :, None] + pair[None, None, :])
+    async_copy.async_copy_global_to_shared(words.index(stage), places)

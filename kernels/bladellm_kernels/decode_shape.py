@@ -1,6 +1,6 @@
 """What the decode kernel is compiled for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -27,7 +27,7 @@ class DecodeShape:
     numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
-    idle_ns, stay_ns: see `DecodeSchedule`.
+    idle_ns, stay_ns, lane_heads: see `DecodeSchedule`. tokens: positions of a block that a warp takes.
     reads: see `DecodeWork`.
     """
 
@@ -59,6 +59,22 @@ class DecodeShape:
     block_kv: int
     warps: int
     tokens: int
+    lane_heads: int = 1
+
+    @property
+    def head_warps(self) -> int:
+        """Warps of a KV head."""
+        return self.warps // self.lane_heads
+
+    def of_one_head(self) -> "DecodeShape":
+        """For a kernel whose programs take one KV head."""
+        warps = min(self.warps, self.block_kv // 16)
+        return replace(self, lane_heads=1, warps=warps, tokens=self.block_kv // warps)
+
+    @property
+    def lanes(self) -> int:
+        """Programs of a range: one for some KV heads, and a tile of their query rows."""
+        return self.kv_heads // self.lane_heads * self.tiles
 
     @property
     def causal_len(self) -> int:
@@ -108,7 +124,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         stay_ns=0 if plain else work.schedule.stay_ns,
         block_kv=block_kv,
         warps=work.schedule.warps,
-        tokens=block_kv // work.schedule.warps,
+        tokens=block_kv * work.schedule.lane_heads // work.schedule.warps,
+        lane_heads=work.schedule.lane_heads,
     )
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from bladellm_kernels.decode_queries_triton import LOG2E
 from bladellm_kernels.decode_ring_hopper import scale_planes, token_of_row
 from bladellm_kernels.decode_shape import DecodeShape
-from bladellm_kernels.kv_codes_triton import part_number, separate_values, unit_numbers
+from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
 from bladellm_kernels.merge_attention_triton import LOWEST
 
 
@@ -70,6 +70,18 @@ def words_layout(shape: DecodeShape) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [shape.warps, words])
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def pairs_layout(shape: DecodeShape) -> gl.DistributedLinearLayout:
+    """Of queries as they lie in memory, [warps, units / 2, rows, 4]: two numbers of each of two units, which a thread
+    asks for together, units as `operand_layout` has them."""
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2]]
+    registers += [[0, 1 << bit, 0, 0] for bit in range(2, shape.units.bit_length() - 2)]
+    registers += [[0, 0, 1 << bit, 0] for bit in range(3, shape.rows.bit_length() - 1)]
+    lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
+    warps = [[1 << bit, 0, 0, 0] for bit in range(shape.warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [shape.warps, shape.units // 2, shape.rows, 4])
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def load_parts(
     q: gl.tuple, plan: gl.tuple, sequence: gl.tensor, known: gl.tensor, head: gl.tensor, first: gl.tensor,
@@ -77,10 +89,35 @@ def load_parts(
 ) -> gl.tuple:  # fmt: skip
     """The parts of a sequence's queries from row `first` on; zero where it is not known that there are any."""
     PARTS: gl.constexpr = SHAPE.parts
-    HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    LAYOUT: gl.constexpr = operand_layout(SHAPE, 1)
+    parts: gl.tuple = ()
+    if PARTS == 1:
+        LAYOUT: gl.constexpr = operand_layout(SHAPE, 1)
+        place, inside = _query_places(q, plan, sequence, known, head, first, LAYOUT, SHAPE)
+        unit = gl.arange(0, SHAPE.units, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        parts += (gl.load(place + unit[None, :, None], mask=inside, other=0.0),)
+    else:
+        low = _load_pairs(q, plan, sequence, known, head, first, 0, SHAPE)
+        if PARTS == 2:
+            parts += low
+        else:
+            high = _load_pairs(q, plan, sequence, known, head, first, SHAPE.head_dim // 2, SHAPE)
+            parts += (low[0], high[0], low[1], high[1])
+    return parts
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _query_places(
+    q: gl.tuple,
+    plan: gl.tuple,
+    sequence: gl.tensor,
+    known: gl.tensor,
+    head: gl.tensor,
+    first: gl.tensor,
+    LAYOUT: gl.constexpr,
+    SHAPE: gl.constexpr,
+) -> gl.tuple:
+    """Where the queries of a sequence begin for each warp and row, and whether there are any: [warps, 1, rows]."""
     warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    unit = gl.arange(0, SHAPE.units, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     row = first + gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     token = sequence.to(gl.int64) * SHAPE.query_len + row // SHAPE.group
     inside = (row < SHAPE.rows_used) & known
@@ -88,13 +125,38 @@ def load_parts(
         token = gl.load(plan.shares + sequence * SHAPE.query_len + row // SHAPE.group, mask=inside, other=-1)
         inside &= token >= 0
     place = q.rows + token * q.token_stride + (head * SHAPE.group + row % SHAPE.group) * q.head_stride
-    # Every warp has them all.
-    place = place[None, None, :] + (warp * 0)[:, None, None]
-    parts: gl.tuple = ()
-    for part in gl.static_range(PARTS):
-        number = part_number(unit, part, PARTS, HEAD_DIM)
-        parts += (gl.load(place + number[None, :, None], mask=inside[None, None, :], other=0.0),)
-    return parts
+    # Every warp has all of its head.
+    HEAD_WARPS: gl.constexpr = SHAPE.head_warps
+    place = place[None, None, :] + (warp // HEAD_WARPS * SHAPE.group * q.head_stride)[:, None, None]
+    return place, inside[None, None, :]
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_pairs(
+    q: gl.tuple,
+    plan: gl.tuple,
+    sequence: gl.tensor,
+    known: gl.tensor,
+    head: gl.tensor,
+    first: gl.tensor,
+    NUMBER: gl.constexpr,
+    SHAPE: gl.constexpr,
+) -> gl.tuple:
+    """Of each unit the two numbers that lie beside each other from NUMBER on, in parts."""
+    LAYOUT: gl.constexpr = pairs_layout(SHAPE)
+    OPERAND: gl.constexpr = operand_layout(SHAPE, 1)
+    HALF: gl.constexpr = SHAPE.units // 2
+    place, inside = _query_places(q, plan, sequence, known, head, first, gl.SliceLayout(3, LAYOUT), SHAPE)
+    units = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    number = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    places = (place + (NUMBER + units * 4)[None, :, None])[:, :, :, None] + number[None, None, None, :]
+    found = gl.load(places, mask=inside[:, :, :, None], other=0.0)
+    apart = gl.permute(gl.reshape(found, (SHAPE.warps, HALF, SHAPE.rows, 2, 2)), (0, 1, 3, 2, 4))
+    first_numbers, second_numbers = gl.split(gl.reshape(apart, (SHAPE.warps, SHAPE.units, SHAPE.rows, 2)))
+    return (
+        gl.convert_layout(first_numbers, OPERAND, assert_trivial=True),
+        gl.convert_layout(second_numbers, OPERAND, assert_trivial=True),
+    )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -102,28 +164,30 @@ def turn_queries(parts: gl.tuple, scale: gl.tensor, SHAPE: gl.constexpr) -> Quer
     """Queries against quantized memory become float16, with the largest of a row between 1 and 2."""
     PARTS: gl.constexpr = SHAPE.parts
     ROWS: gl.constexpr = rows_layout(SHAPE)
-    sums = gl.full((SHAPE.warps, SHAPE.rows), 0.0, gl.float32, gl.SliceLayout(1, operand_layout(SHAPE, 1)))
-    factor = sums + scale * LOG2E
-    shrink = sums + 1.0
+    factor = gl.full((SHAPE.warps, SHAPE.rows), 0.0, gl.float32, gl.SliceLayout(1, operand_layout(SHAPE, 1)))
+    factor = factor + scale * LOG2E
+    shrink = factor * 0.0 + 1.0
     if SHAPE.scaled:
-        highest = gl.max(gl.abs(parts[0].to(gl.float32)), 1)
+        largest = gl.abs(parts[0].to(gl.float32))
         for part in gl.static_range(1, PARTS):
-            highest = gl.maximum(highest, gl.max(gl.abs(parts[part].to(gl.float32)), 1))
+            largest = gl.maximum(largest, gl.abs(parts[part].to(gl.float32)))
+        highest = gl.max(largest, 1)
         # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
         exponent = highest.to(gl.int32, bitcast=True) & 0x7F800000
         factor *= exponent.to(gl.float32, bitcast=True)
         shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
     turned: gl.tuple = ()
+    total = parts[0].to(gl.float32) * 0.0
     for part in gl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled:
             numbers = (numbers.to(gl.float32) * shrink[:, None, :]).to(gl.float16)
-        sums = sums + gl.sum(numbers.to(gl.float32), 1)
+        total += numbers.to(gl.float32)
         if PARTS == 4 and part % 2 == 0:
             # As upper nibbles count.
             numbers = (numbers.to(gl.float32) * 16).to(numbers.dtype)
         turned += (numbers,)
-    return Queries(turned, gl.convert_layout(sums, ROWS), gl.convert_layout(factor, ROWS))
+    return Queries(turned, gl.convert_layout(gl.sum(total, 1), ROWS), gl.convert_layout(factor, ROWS))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -251,7 +315,8 @@ def _mask(
         warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
         tile_row = gl.arange(0, SHAPE.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         row = first_row + gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-        token = (warp * SHAPE.tokens)[:, None] + token_of_row(tile_row, SHAPE)[None, :]
+        HEAD_WARPS: gl.constexpr = SHAPE.head_warps
+        token = (warp % HEAD_WARPS * SHAPE.tokens)[:, None] + token_of_row(tile_row, SHAPE)[None, :]
         newest = span.kv_len - SHAPE.causal_len + row * 0
         if SHAPE.causal_len > 1:
             newest += row // SHAPE.group
@@ -298,25 +363,22 @@ def _add_values(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def end_segment(state: gl.tuple, SHAPE: gl.constexpr) -> gl.tuple:
-    """Outputs by part and warp, normalised, so that the warps' add up to the segment's, and the binary logarithm of its
-    sum of exponentials [rows]."""
+    """Outputs by part of each warp, its maximum and its sum of exponentials, [warps, rows] both."""
     PARTS: gl.constexpr = SHAPE.parts
     ROWS: gl.constexpr = rows_layout(SHAPE)
     total = gl.convert_layout(gl.sum(state.total, 1), ROWS)
-    shift = total * 0.0
-    if SHAPE.affine:
-        shift = gl.convert_layout(gl.sum(state.shift, 1), ROWS)
     outputs = state.outputs
     if SHAPE.integer:
         CODE_STEP: gl.constexpr = SHAPE.code_step
         outputs = separate_values(outputs, CODE_STEP)
-    if SHAPE.offset != 0:
-        shift -= gl.sum(state.excess, 1) * (SHAPE.offset / 16)
-    highest = gl.max(state.maximum, 0)
-    weight = gl.exp2(state.maximum - highest[None, :])
-    whole = gl.sum(total * weight, 0)
-    share = weight / gl.where(whole == 0.0, 1.0, whole)[None, :]
-    weighted: gl.tuple = ()
-    for part in gl.static_range(PARTS):
-        weighted += ((outputs[part] + shift[:, None, :]) * share[:, None, :],)
-    return weighted, highest + gl.log2(whole)
+    ended: gl.tuple = outputs
+    if SHAPE.affine or SHAPE.offset != 0:
+        shift = total * 0.0
+        if SHAPE.affine:
+            shift = gl.convert_layout(gl.sum(state.shift, 1), ROWS)
+        if SHAPE.offset != 0:
+            shift -= gl.sum(state.excess, 1) * (SHAPE.offset / 16)
+        ended = ()
+        for part in gl.static_range(PARTS):
+            ended += (outputs[part] + shift[:, None, :],)
+    return ended, state.maximum, total

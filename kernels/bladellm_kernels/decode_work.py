@@ -11,6 +11,7 @@ valid for other lengths.
 """
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 
@@ -40,6 +41,8 @@ class DecodeSchedule:
 
     idle_ns, stay_ns: so long programs stay on their SMs that have no work, or all programs, counted from when the next
     kernel may start; 0 for not at all. See `linger`.
+    lane_heads: KV heads that a program takes, its warps divided among them: what they have of a token lies beside each
+    other, and is read at a time.
     warp_specialized: producer warps load, consumer warps attend, where `ring_decode.py` has a kernel for that; all
     stages are buffers then.
     """
@@ -52,11 +55,16 @@ class DecodeSchedule:
     idle_ns: int = 0
     stay_ns: int = 0
     warp_specialized: bool = False
+    lane_heads: int = 1
 
     def __post_init__(self) -> None:
-        tokens = self.block_kv // self.warps
-        if tokens < 16 or power_of_two(tokens) * self.warps != self.block_kv:
-            raise ValueError(f"{self.warps} warps must share {self.block_kv} positions by a power of two from 16 on")
+        warps = self.warps // self.lane_heads
+        tokens = self.block_kv // max(warps, 1)
+        if warps * self.lane_heads != self.warps or tokens < 16 or power_of_two(tokens) * warps != self.block_kv:
+            raise ValueError(
+                f"{self.warps} warps of {self.lane_heads} KV heads must share {self.block_kv} positions of each by a "
+                "power of two from 16 on"
+            )
 
 
 WARP_SPECIALIZED_SCHEDULES = {
@@ -65,6 +73,11 @@ WARP_SPECIALIZED_SCHEDULES = {
     128: DecodeSchedule(128, 4, 4, 2, warp_specialized=True),
 }
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
+
+_MANY_KV_HEADS = 16
+_TOGETHER = 4
+"""Of so many KV heads and more a program takes as many where one's K and V of a token are no more than 128 bytes: of 40
+heads an H200 reads 512 bytes here and there faster than 128."""
 
 LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
@@ -78,19 +91,22 @@ def default_schedule(
     batch: int = 1,
     light: bool = False,
     warp_specialized: bool = True,
+    kv_heads: int = 1,
 ) -> DecodeSchedule:
     """Tiles of about 32 KiB, K and V together, and as many of them in flight as fit; rows: of a program's queries.
 
     batch: sequences. light: leave half of an SM's shared memory to the kernel behind, where the format allows it.
-    warp_specialized: whether there is such a kernel for the device and its memory.
+    warp_specialized: whether there is such a kernel for the device and its memory. kv_heads: of the layer.
     """
     if light and rows == 8 and _is_plain_512(head_dim, format, dtype):
         return next(schedule for most, schedule in LIGHT_SCHEDULES if batch <= most)
     token_bytes = 2 * format.width(head_dim) * format.dtype(dtype).itemsize
-    schedule = (
-        WARP_SPECIALIZED_SCHEDULES.get(token_bytes) if warp_specialized and rows == 8 and dtype.itemsize == 2 else None
-    )
-    schedule = schedule or _filling_schedule(head_dim, format, dtype, rows, batch)
+    if warp_specialized and rows == 8 and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
+        schedule = WARP_SPECIALIZED_SCHEDULES[token_bytes]
+        heads = gcd(kv_heads, _TOGETHER) if token_bytes <= 128 and kv_heads >= _MANY_KV_HEADS else 1
+        schedule = replace(schedule, block_kv=schedule.block_kv // heads, lane_heads=heads)
+    else:
+        schedule = _filling_schedule(head_dim, format, dtype, rows, batch)
     return replace(schedule, idle_ns=_IDLE_NS) if light else schedule
 
 
@@ -208,13 +224,14 @@ class DecodeWorkspace:
     def schedule(self, query_len: int, batch: int = 1, light: bool = False) -> DecodeSchedule:
         rows = self.rows(query_len)
         return self.given_schedule or default_schedule(
-            self.head_dim, self.format, self.dtype, rows, batch, light, self.warp_specialized
+            self.head_dim, self.format, self.dtype, rows, batch, light, self.warp_specialized, self.kv_heads
         )
 
     def programs(self, query_len: int, batch: int = 1, light: bool = False) -> int:
         """Programs of a KV head, or of a tile of its query rows where one does not take all."""
         started = self.schedule(query_len, batch, light).ctas_per_sm * multiprocessors(self.device)
-        return max(1, started // (self.kv_heads * self.tiles(query_len)))
+        lanes = self.kv_heads // self.schedule(query_len, batch, light).lane_heads * self.tiles(query_len)
+        return max(1, started // lanes)
 
     def tiles(self, query_len: int) -> int:
         """Tiles of `rows` query rows of a KV head."""

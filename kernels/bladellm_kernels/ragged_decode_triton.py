@@ -287,6 +287,7 @@ def launch_segments(call: DecodeCall) -> bool:
     shape = decode_shape(call.q, call.kv, work)
     if schedule.warp_specialized and ring_decode.takes(call, shape):
         return ring_decode.launch(call, shape)
+    shape = shape.of_one_head()
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
     early = early_launch(call.q.device)
@@ -299,9 +300,9 @@ def launch_segments(call: DecodeCall) -> bool:
         call.scale, work.window or 0,
         SHAPE=shape,
         SETTLED=early["EARLY"] and work.used,
-        num_warps=schedule.warps,
+        num_warps=shape.warps,
         num_stages=2 * schedule.stages - 1 if gathers else schedule.stages + schedule.warp_specialized,
-        **register_limit(32 * schedule.warps * schedule.ctas_per_sm),
+        **register_limit(32 * shape.warps * schedule.ctas_per_sm),
         **early,
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.

@@ -37,7 +37,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     # Those that stay leave the other half of an SM to the next kernel.
     ctas_per_sm = max(schedule.ctas_per_sm, 2) if schedule.idle_ns or schedule.stay_ns else schedule.ctas_per_sm
     early = early_launch(call.q.device)
-    ring_decode_kernel[(len(work.programs) * shape.kv_heads * shape.tiles,)](
+    ring_decode_kernel[(len(work.programs) * shape.lanes,)](
         row_arguments(call.q),
         _in_words(kv_arguments(call.kv, shape.step, schedule.block_kv), call.kv),
         *plan_arguments(call),

@@ -16,10 +16,10 @@ from bladellm_kernels.decode_kv_triton import KvArguments, is_whole
 from bladellm_kernels.decode_queries_triton import PlanArguments, RowArguments, load_sequence
 from bladellm_kernels.decode_results_hopper import (
     Target,
-    add_warps,
     clear_empty,
     count_arrived,
     join_segment,
+    join_warps,
     new_scratch,
     store_output,
     store_partial,
@@ -55,10 +55,10 @@ def ring_decode_kernel(
 ) -> None:
     """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head. SETTLED: the
     plan can be read at once."""
-    LANES: gl.constexpr = SHAPE.kv_heads * SHAPE.tiles
+    LANES: gl.constexpr = SHAPE.lanes
     lane = gl.program_id(0) % LANES
     program = gl.program_id(0) // LANES
-    target = Target(lane // SHAPE.tiles, lane % SHAPE.tiles * SHAPE.rows, lane)
+    target = Target(lane // SHAPE.tiles * SHAPE.lane_heads, lane % SHAPE.tiles * SHAPE.rows, lane)
     plan = PlanArguments(sequences, base_rows, slots, kv_lens, shares)
     ring, scratch = new_ring(kv.payload.dtype.element_ty, SHAPE, STAGES), new_scratch(SHAPE)
     if not SETTLED:
@@ -98,13 +98,14 @@ def _attend(
     q, plan, work, target, ring, scratch, empties, out, states, scale, window, program = given
     block, end, sequence, head = work
     first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
+    empty = gl.load(empties)
     wait_for_inputs(EARLY)
     let_next_start(EARLY)
     leaves = linger(block >= end, SHAPE.idle_ns, SHAPE.stay_ns)
     parts = load_parts(q, plan, sequence, block < end, head, target.row, SHAPE)
     if JOINED:
-        LANES: gl.constexpr = SHAPE.kv_heads * SHAPE.tiles
-        clear_empty(empties, program, gl.num_programs(0) // LANES, out, target, SHAPE)
+        LANES: gl.constexpr = SHAPE.lanes
+        clear_empty(empties, empty, program, gl.num_programs(0) // LANES, out, target, SHAPE)
     step = 0
     while block < end:
         next_first, next_last, next_span = load_sequence(plan, sequence + 1, last < end, head, window, SHAPE)
@@ -124,15 +125,14 @@ def _attend(
             if JOINED:
                 # Asked for before the warps wait for one another.
                 arrived = count_arrived(states, sequence, segments, target, SHAPE)
-            outputs, log = end_segment(state, SHAPE)
-            sums = add_warps(scratch, outputs, SHAPE)
+            results = join_warps(scratch, end_segment(state, SHAPE), SHAPE)
             segment = program + sequence
             if whole:
-                store_output(sums, out, sequence, target, SHAPE)
+                store_output(results, out, sequence, target, SHAPE)
             elif JOINED:
-                join_segment(sums, log, states, segment, segments, arrived, out, sequence, target, SHAPE)
+                join_segment(results, states, segment, segments, arrived, out, sequence, target, SHAPE)
             else:
-                store_partial(sums, log, states, segment, target, SHAPE)
+                store_partial(results, states, segment, target, SHAPE)
             block = stop
         sequence = sequence + 1
         first, last, span, parts = next_first, next_last, next_span, next_parts

@@ -149,7 +149,10 @@ def test_the_reference_is_attention():
     assert TOLERANCE[torch.float32] < 1e-3
 
 
-@pytest.mark.parametrize(("block_kv", "warps"), [(64, 8), (96, 4), (64, 3), (8, 1)])
-def test_schedules_whose_warps_cannot_share_a_block_are_refused(block_kv, warps):
+@pytest.mark.parametrize(
+    ("block_kv", "warps", "lane_heads"),
+    [(64, 8, 1), (96, 4, 1), (64, 3, 1), (8, 1, 1), (32, 4, 3), (32, 4, 8), (8, 4, 4)],
+)
+def test_schedules_whose_warps_cannot_share_a_block_are_refused(block_kv, warps, lane_heads):
     with pytest.raises(ValueError, match="must share"):
-        DecodeSchedule(block_kv, 3, warps, 1)
+        DecodeSchedule(block_kv, 3, warps, 1, lane_heads=lane_heads)

@@ -125,6 +125,9 @@ LENS = [1, 0, 63, 64, 65, 200, 0, 16]
     ((6, 2, 32), 3, None, DecodeSchedule(32, 2, 2, 1), 3),
     ((4, 1, 64), 5, 70, DecodeSchedule(128, 2, 4, 1), 2),
     ((2, 2, 16), 1, 33, DecodeSchedule(64, 1, 4, 1), 1),
+    ((8, 4, 32), 1, None, DecodeSchedule(16, 3, 4, 1, lane_heads=4), 3),
+    ((4, 4, 16), 2, 40, DecodeSchedule(32, 2, 4, 1, lane_heads=2), 4),
+    ((12, 4, 16), 1, None, DecodeSchedule(64, 2, 2, 1, lane_heads=2), 5),
 ])  # fmt: skip
 def test_every_token_is_attended_to(heads, query_len, window, schedule, programs, late_copies, monkeypatch):
     lens = [random.choice([0, length + query_len]) for length in LENS]
@@ -139,7 +142,8 @@ def test_every_token_is_attended_to(heads, query_len, window, schedule, programs
 def test_every_format_in_python(format_name, late_copies, monkeypatch):
     lens = [random.randint(0, 200) for _ in range(5)]
     case = decode_case(format_name, torch.float16, (4, 2, random.choice([16, 32])), lens, granule_tokens=128)
-    out = run_in_python(case, DecodeSchedule(64, 2, 4, 1), None, 4, late_copies, monkeypatch)
+    schedule = random.choice([DecodeSchedule(64, 2, 4, 1), DecodeSchedule(32, 2, 4, 1, lane_heads=2)])
+    out = run_in_python(case, schedule, None, 4, late_copies, monkeypatch)
     assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
 
 
@@ -186,11 +190,13 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch):
     return compiled["ring_decode_kernel"]
 
 
+@pytest.mark.parametrize("heads", [(32, 8, 128), (40, 40, 128)], ids=str)
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_programs_of_every_format_fit_an_sm_twice(format_name, monkeypatch, tmp_path):
-    schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16)
+def test_programs_of_every_format_fit_an_sm_twice(format_name, heads, monkeypatch, tmp_path):
+    schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16, kv_heads=heads[1])
     assert schedule.warp_specialized
-    case = decode_case(format_name, torch.bfloat16, (32, 8, 128), [500, 70], granule_tokens=256)
+    assert schedule.lane_heads == (4 if "int4" in format_name and heads[1] == 40 else 1)
+    case = decode_case(format_name, torch.bfloat16, heads, [500, 70], granule_tokens=256)
     case = dataclasses.replace(case, kv=dataclasses.replace(case.kv, payload=aligned(case.kv.payload)))
     kernel = compiled_kernel(case, schedule, monkeypatch)
     text = kernel.asm["ptx"]
@@ -230,7 +236,9 @@ def aligned(payload: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize(("heads", "query_len"), [((32, 8, 128), 1), ((8, 8, 64), 1), ((8, 4, 128), 3)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "query_len"), [((32, 8, 128), 1), ((8, 8, 64), 1), ((8, 4, 128), 3), ((16, 16, 128), 1)], ids=str
+)
 def test_replays_give_the_same_bits_whoever_comes_last(format_name, heads, query_len):
     """Lengths change between replays; some sequences are empty, some of one segment, some of several."""
     lens = [random.choice([0, 1, 64, random.randint(1, 900), random.randint(1, 9000)]) for _ in range(70)]
