@@ -60,11 +60,12 @@ def ring_decode_kernel(
     program = gl.program_id(0) // LANES
     target = Target(lane // SHAPE.tiles * SHAPE.lane_heads, lane % SHAPE.tiles * SHAPE.rows, lane)
     plan = PlanArguments(sequences, base_rows, slots, kv_lens, shares)
-    ring, scratch = new_ring(kv.payload.dtype.element_ty, SHAPE, STAGES), new_scratch(SHAPE)
     if not SETTLED:
         wait_for_inputs(EARLY)
     place = programs + program * 3
+    # Asked for before the threads meet over the ring's barriers.
     work = Range(gl.load(place), gl.load(place + 1), gl.load(place + 2), target.head)
+    ring, scratch = new_ring(kv.payload.dtype.element_ty, SHAPE, STAGES), new_scratch(SHAPE)
     numbers = _as_tensors(kv)
     results = RowArguments(out.rows, gl.to_tensor(out.token_stride), gl.to_tensor(out.head_stride))
     asked = RowArguments(q.rows, gl.to_tensor(q.token_stride), gl.to_tensor(q.head_stride))
