@@ -75,7 +75,7 @@ WARP_SPECIALIZED_SCHEDULES = {
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
 
 _MANY_KV_HEADS = 16
-_TOGETHER = 4
+_TOGETHER = 2
 """Of so many KV heads and more a program takes as many where one's K and V of a token are no more than 128 bytes: of 40
 heads an H200 reads 512 bytes here and there faster than 128."""
 
