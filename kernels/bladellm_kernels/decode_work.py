@@ -77,7 +77,7 @@ WARP_SPECIALIZED_SCHEDULES = {
 _MANY_KV_HEADS = 16
 _TOGETHER = 2
 """Of so many KV heads and more a program takes as many where one's K and V of a token are no more than 128 bytes: of 40
-heads an H200 reads 512 bytes here and there faster than 128."""
+heads an H200 reads 256 bytes here and there faster than 128."""
 
 LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
