@@ -76,26 +76,30 @@ class Bench:
         """What the steps since the last `reset` were."""
         return f"{np.mean(self.tokens):.0f} tokens a step, {np.mean(self.captured):.0%} of the steps captured"
 
-    def add(self, tokens: int) -> int:
-        """A random prompt of which one token is wanted; its number."""
+    def prompt(self, tokens: int) -> AddRequest:
+        """A random prompt of which one token is wanted."""
         self._number += 1
         prompt = self._rng.integers(0, self.engine.ready.vocab_size, tokens).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        self.engine.core.add(AddRequest(self._number, prompt, params, 0, time.monotonic()))
-        return self._number
+        return AddRequest(self._number, prompt, params, 0, time.monotonic())
 
     def prefill(self, tokens: int) -> float:
         """Seconds from the arrival of a prompt to its first token."""
-        start, number = time.perf_counter(), self.add(tokens)
-        while not any(delta.request_id == number and delta.tokens for delta in one_by_one(self.engine.core.step())):
+        request = self.prompt(tokens)
+        start = time.perf_counter()
+        self.engine.core.add(request)
+        while not any(
+            delta.request_id == request.request_id and delta.tokens for delta in one_by_one(self.engine.core.step())
+        ):
             pass
         return time.perf_counter() - start
 
     def mixed_steps(self, chunk: int, steps: int) -> float:
         """Seconds of so many steps, before each of which a prompt of `chunk` tokens arrives."""
+        prompts = [self.prompt(chunk) for _ in range(steps)]
         start = time.perf_counter()
-        for _ in range(steps):
-            self.add(chunk)
+        for prompt in prompts:
+            self.engine.core.add(prompt)
             self.engine.core.step()
         return time.perf_counter() - start
 
