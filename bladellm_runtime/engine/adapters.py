@@ -1,6 +1,7 @@
 """Preparers of LoRA adapters: bring them to slots for the requests that name them, first come, first served."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -37,8 +38,8 @@ class NoAdapters:
     def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
         raise _not_enabled()
 
-    def poll(self) -> bool:
-        return False
+    def poll(self) -> Collection[int]:
+        return ()
 
     def release(self, request_id: int) -> None:
         pass
@@ -77,7 +78,8 @@ class AdapterPreparer:
         self._refused: dict[int, str] = {}
         self._broken = BrokenFolders()
         self._looks: dict[int, Future[FolderState]] = {}
-        self._freed = self._news = False
+        self._freed = False
+        self._news: list[int] = []
 
     def is_needed(self, request: AddRequest) -> bool:
         return bool(request.adapter)
@@ -101,12 +103,12 @@ class AdapterPreparer:
         prepared.weights = f"{adapter}\0{self._store.version(adapter)}"
         return True
 
-    def poll(self) -> bool:
+    def poll(self) -> list[int]:
         self._take_outcomes()
-        if self._freed or self._news:
+        if self._freed:
             self._serve_line()
-        changed, self._freed, self._news = self._news, False, False
-        return changed or any(look.done() for look in self._looks.values())
+        found, self._freed, self._news = self._news, False, []
+        return found + [request_id for request_id, look in self._looks.items() if look.done()]
 
     def release(self, request_id: int) -> None:
         self._refused.pop(request_id, None)
@@ -160,7 +162,7 @@ class AdapterPreparer:
             if not self._use(request_id, adapter):
                 return
             del self._line[request_id]
-            self._news = True
+            self._news.append(request_id)
 
     def _use(self, request_id: int, adapter: str) -> bool:
         """Count a use by a request; False where there is no slot for its adapter."""
@@ -174,12 +176,15 @@ class AdapterPreparer:
         """Hear what the store has done; refuses the requests whose adapter could not be loaded."""
         outcomes = self._store.poll()
         for outcome in outcomes:
+            users = [user for user, used in self._uses.items() if used == outcome.adapter]
             if outcome.error is not None:
-                self._give_up(outcome.adapter, _for_clients(str(outcome.error), outcome.adapter), outcome.broken)
-        self._news |= bool(outcomes)
+                reason = _for_clients(str(outcome.error), outcome.adapter)
+                users = self._give_up(outcome.adapter, users, reason, outcome.broken)
+            self._news += users
+        self._freed |= bool(outcomes)
 
-    def _give_up(self, adapter: str, reason: str, broken: FolderState | None) -> None:
-        users = [user for user, used in self._uses.items() if used == adapter]
+    def _give_up(self, adapter: str, users: list[int], reason: str, broken: FolderState | None) -> list[int]:
+        """Refuse the users of an adapter, and where its files are broken all that wait for it; returns them."""
         if broken is not None:
             self._broken.add(adapter, broken, reason)
             waiting = [user for user, wanted in self._line.items() if wanted == adapter]
@@ -187,6 +192,7 @@ class AdapterPreparer:
                 del self._line[user]
             users += waiting
         self._refused |= dict.fromkeys(users, reason)
+        return users
 
 
 def _for_clients(sentence: str, adapter: str) -> str:

@@ -40,8 +40,8 @@ class Constraints:
         """make: raises `UserError` where there can be none."""
         self._make = make
         self._making: Future[Compiler] | None = None
-        self._heard = False
         self._closed = threading.Event()
+        self._early: dict[int, None] = {}
         self._compiling: dict[int, Future[Compiled]] = {}
         self._given: dict[int, tuple[ConstraintMatcher, Compiled]] = {}
         self._refused = 0
@@ -73,6 +73,7 @@ class Constraints:
         try:
             compiler = self._compiler(constraint)
             if compiler is None:
+                self._early[request_id] = None
                 return False
             compiled = self._compiled(compiler, constraint, request_id)
             if compiled is None:
@@ -86,15 +87,18 @@ class Constraints:
         prepared.matcher = given
         return True
 
-    def poll(self) -> bool:
+    def poll(self) -> list[int]:
         """`Preparer.poll`."""
-        made = self._making is not None and self._making.done() and not self._heard
-        self._heard = self._heard or made
-        return made or any(future.done() for future in self._compiling.values())
+        found = [request_id for request_id, future in self._compiling.items() if future.done()]
+        if self._early and self.begin().done():
+            found += self._early
+            self._early = {}
+        return found
 
     def release(self, request_id: int) -> None:
         """`Preparer.release`: the compiled constraint may be forgotten again, and is if it could not be followed: what
         its matchers share may be worn out."""
+        self._early.pop(request_id, None)
         self._compiling.pop(request_id, None)
         given, compiled = self._given.pop(request_id, (None, None))
         if given is None or compiled is None:

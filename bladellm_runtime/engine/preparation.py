@@ -1,6 +1,6 @@
 """`WaitingRoom`: requests that need something before they can be scheduled, such as a compiled constraint."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,8 +27,9 @@ class Preparer(Protocol):
     def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
         """Begin, or look again: True once `prepared` has it. Raises `RefusedError`."""
 
-    def poll(self) -> bool:
-        """Go on with what runs in the background; True when a request that had to wait may be ready."""
+    def poll(self) -> Collection[int]:
+        """Go on with what runs in the background; the ids of requests that had to wait and may be ready now, or
+        refused: `prepare` is called again for these alone."""
 
     def release(self, request_id: int) -> None:
         """A request ended that needed it, whether or not it was ever asked for or there."""
@@ -83,9 +84,9 @@ class WaitingRoom:
 
     def poll(self) -> list[RequestDelta]:
         """Look whether guests are ready; returns the terminal deltas of those that were refused, and of errands."""
-        changed = [preparer.poll() for preparer in self._preparers]
-        # Where nothing has changed the others are not asked again: there may be thousands.
-        guests = list(self._guests.values()) if any(changed) else self._fresh
+        # The others are not asked again: there may be thousands.
+        changed = [request_id for preparer in self._preparers for request_id in preparer.poll()]
+        guests = [self._guests[request_id] for request_id in changed if request_id in self._guests] + self._fresh
         self._fresh = []
         deltas: list[RequestDelta] = []
         for guest in guests:

@@ -79,9 +79,9 @@ class Desk:
         return request_id in self.ready
 
     def poll(self) -> None:
-        if self.preparer.poll():
-            for request in list(self.waiting.values()):
-                self._prepare(request)
+        for request_id in self.preparer.poll():
+            if request_id in self.waiting:
+                self._prepare(self.waiting[request_id])
 
     def _prepare(self, request: AddRequest) -> None:
         request_id, prepared = request.request_id, Prepared()

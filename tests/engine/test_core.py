@@ -184,8 +184,9 @@ class Lost(NoAdapters):
     def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
         return False
 
-    def poll(self) -> bool:
-        return self.fail() is None
+    def poll(self) -> list[int]:
+        self.fail()
+        return []
 
     def unload(self, adapter: str) -> None:
         self.fail()

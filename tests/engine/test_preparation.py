@@ -30,9 +30,9 @@ class SlowPreparer:
         prepared.adapter = request.request_id
         return left == 0
 
-    def poll(self) -> bool:
+    def poll(self) -> list[int]:
         self._left = {request_id: max(0, left - 1) for request_id, left in self._left.items()}
-        return bool(self._left)
+        return [request_id for request_id, left in self._left.items() if left == 0]
 
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
@@ -82,3 +82,32 @@ def test_what_can_never_run_is_refused_before_it_is_prepared():
     assert delta.error == "context_length_exceeded"
     assert core.idle
     assert preparer.released == []
+
+
+def test_those_that_may_be_ready_alone_are_asked_again():
+    class Turns(SlowPreparer):
+        """Has what request `next` needs."""
+
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.next, self.asked = -1, []
+
+        def prepare(self, request: AddRequest, prepared: Prepared) -> bool:
+            self.asked.append(request.request_id)
+            return request.request_id == self.next
+
+        def poll(self) -> list[int]:
+            return [] if self.next < 0 else [self.next, 10_000]
+
+    turns = Turns()
+    room = WaitingRoom([turns])
+    requests = [request for request in make_requests(300, seed=9) if request.request_id % 3]
+    assert all(room.enter(request) for request in requests)
+    assert room.poll() == []
+    assert turns.asked == [request.request_id for request in requests]
+    for request in random.sample(requests, 20):
+        turns.asked, turns.next = [], request.request_id
+        assert room.poll() == []
+        assert turns.asked == [request.request_id]
+        assert room.ready.pop()[0] is request
+    assert len(room) == len(requests) - 20
