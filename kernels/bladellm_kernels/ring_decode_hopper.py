@@ -13,19 +13,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from bladellm_kernels.decode_kv_triton import KvArguments, is_whole
+from bladellm_kernels.decode_queries_hopper import load_parts, turn_queries
 from bladellm_kernels.decode_queries_triton import PlanArguments, RowArguments, load_sequence
 from bladellm_kernels.decode_results_hopper import (
     Target,
     clear_empty,
     count_arrived,
     join_segment,
-    join_warps,
-    new_scratch,
     store_output,
     store_partial,
 )
 from bladellm_kernels.decode_ring_hopper import PRODUCER_REGISTERS, PRODUCER_WARPS, Range, fetch_blocks, new_ring
-from bladellm_kernels.decode_steps_hopper import add_block, end_segment, load_parts, new_state, turn_queries
+from bladellm_kernels.decode_steps_hopper import add_block, end_segment, new_state
+from bladellm_kernels.decode_warps_hopper import join_warps, new_scratch
 from bladellm_kernels.early_launch import let_next_start, linger, stay_until, wait_for_inputs
 
 
