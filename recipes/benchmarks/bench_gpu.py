@@ -2,8 +2,10 @@
 
 Parts, each of the shapes that have it (`targets.py`): `decode` steps by batch, `prefill` of an idle engine, `offline`
 throughput, `long` contexts by KV format, `start` from the command to ready, and a server `online`, beside a peer where
---peer gives its command line. Parts of one shape and KV format share an engine. OUT/table.md has every figure beside
-its goals, OUT/results.json the same, OUT/*.json what each script found; what is measured again replaces its rows.
+--peer gives its command line. What else a peer reached in the same hour, --peer_figures, goes into the table, and the
+goals beside it are shares of that. Parts of one shape and KV format share an engine. OUT/table.md has every figure
+beside its goals, OUT/results.json the same, OUT/*.json what each script found; what is measured again replaces its
+rows.
 
     bench_gpu.py --out results --shapes llama31-8b --parts decode prefill offline
     bench_gpu.py --out results --parts online --peer "vllm serve {model} --load-format dummy --port {port}"
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,22 @@ def online_rows(shape: str, found: dict[str, Any]) -> Iterator[Row]:
     yield Row(shape, "server ready, random weights", "s", found["ready_s"]["ours"], found["ready_s"].get("peer"))
 
 
+def read_figures(path: str) -> dict[str, dict[str, float]]:
+    """A peer's figures by shape and case, from a JSON file."""
+    try:
+        figures = json.loads(Path(path).read_text())
+        return {shape: {case: float(figure) for case, figure in cases.items()} for shape, cases in figures.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} has no figures by shape and case: {error}") from None
+
+
+def beside_peer(rows: list[Row], figures: dict[str, dict[str, float]]) -> list[Row]:
+    """The rows with a peer's figures, by shape and case, where they have none."""
+    return [
+        row if row.peer is not None else replace(row, peer=figures.get(row.shape, {}).get(row.case)) for row in rows
+    ]
+
+
 def call(words: list[str]) -> None:
     """Run a script beside this one to its end. Raises `CalledProcessError` when it fails."""
     subprocess.run([sys.executable, str(HERE / words[0]), *words[1:]], check=True)
@@ -135,6 +153,12 @@ def arguments() -> argparse.Namespace:
         "--kv_formats", nargs="+", choices=KV_FORMATS, default=list(KV_FORMATS), help="of long contexts"
     )
     parser.add_argument("--peer", help="command line of a server for the online part, with {model} and {port}")
+    parser.add_argument(
+        "--peer_figures",
+        type=read_figures,
+        default={},
+        help='JSON of other figures of it, {"SHAPE": {"decode step, batch 1": 4.98}}',
+    )
     parser.add_argument("--models", type=Path, help="where model folders go; default: a temporary folder")
     parser.add_argument("--tokenizer_dir", type=Path, default=TOKENIZER, help="any folder with a tokenizer")
     parser.add_argument("--device", default="auto")
@@ -153,7 +177,7 @@ def main() -> int:
         for job in jobs(args):
             print(f"## {job.name}", flush=True)
             try:
-                rows = keep(args.out, RUN.get(job.parts[0], run_engine)(job, args))
+                rows = keep(args.out, beside_peer(RUN.get(job.parts[0], run_engine)(job, args), args.peer_figures))
             except subprocess.CalledProcessError as error:
                 failed.append(job.name)
                 print(f"{job.name} failed: {error}", file=sys.stderr, flush=True)

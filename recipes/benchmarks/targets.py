@@ -1,8 +1,9 @@
 """What `make bench-gpu` measures of each shape, and the figures that it shows beside the measured ones.
 
 Of one NVIDIA H200. Floor: the sum over operators of the larger of bytes over 4.28 TB/s and FLOPs over 797 TFLOP/s (622
-in prefill attention). Peer: vLLM 0.26.0 with its defaults, measured once on such a GPU; only a peer that is measured in
-the same hour on the same machine counts. Least and aim are this project's goals.
+in prefill attention). Peer: vLLM 0.26.0 with its defaults, measured once on such a GPU. Least and aim are this
+project's goals; GPUs and hosts of a kind differ, so where the peer was measured in the same hour on the same machine,
+the least is the same share of what it reached there.
 """
 
 from dataclasses import dataclass, field
@@ -113,14 +114,18 @@ class Row:
         return TARGETS.get(self.shape, {}).get(self.case, Target())
 
     @property
+    def least(self) -> float | None:
+        """What is wanted at least: beside a peer of this run as large a share of its figure as of the kept one."""
+        least, kept = self.target.least, self.target.peer
+        return least if least is None or kept is None or self.peer is None else least / kept * self.peer
+
+    @property
     def met(self) -> str:
         """Whether the measured figure reaches the least that is wanted; empty where one of them is missing."""
-        if self.value is None or self.target.least is None:
+        if self.value is None or self.least is None:
             return ""
         more_is_better = self.unit.endswith("/s")
-        return (
-            "yes" if (self.value >= self.target.least if more_is_better else self.value <= self.target.least) else "no"
-        )
+        return "yes" if (self.value >= self.least if more_is_better else self.value <= self.least) else "no"
 
 
 COLUMNS = ("shape", "case", "unit", "floor", "vLLM, kept", "peer, this run", "at least", "aim", "measured", "met")
@@ -131,7 +136,7 @@ def table(rows: list[Row]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- | --- | --- |" + " ---: |" * (len(COLUMNS) - 3)]
     for row in rows:
         target = row.target
-        figures = (target.floor, target.peer, row.peer, target.least, target.aim, row.value)
+        figures = (target.floor, target.peer, row.peer, row.least, target.aim, row.value)
         cells = [row.shape, row.case, row.unit, *map(number, figures), row.met]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

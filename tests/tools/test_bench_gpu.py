@@ -1,5 +1,6 @@
 """`make bench-gpu` on a tiny shape and a CPU: every part runs, and its figures stand beside their goals."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -95,6 +96,29 @@ def test_a_goal_is_met_by_less_time_and_by_more_tokens(targets):
     assert targets.Row(row.shape, row.case, "ms", least + 0.1).met == "no"
     assert targets.Row("llama31-8b", "8 QPS, TBT p99", "ms", 14.6).met == "no"
     assert targets.Row("qwen25-7b", "decode step, batch 64", "ms", 1.0).met == ""
+
+
+def test_a_peer_of_the_same_run_moves_the_goal(recipe, targets, tmp_path):
+    kept = targets.DECODE[8]
+    file = tmp_path / "peer.json"
+    file.write_text(json.dumps({"llama31-8b": {"decode step, batch 8": 1.1 * kept.peer, "offline": 9000}}))
+    cases = {"decode step, batch 8": ("ms", 1.05 * kept.least), "offline": ("tokens/s", 11_000.0), "other": ("ms", 1.0)}
+    rows = [targets.Row("llama31-8b", case, unit, value) for case, (unit, value) in cases.items()]
+    assert [row.met for row in rows] == ["no", "no", ""]
+    bench_gpu = recipe("bench_gpu")
+    beside = bench_gpu.beside_peer(rows, bench_gpu.read_figures(str(file)))
+    assert [row.met for row in beside] == ["yes", "yes", ""]
+    assert beside[0].least == pytest.approx(1.1 * kept.least)
+    assert bench_gpu.beside_peer(beside, {"llama31-8b": {"offline": 1.0}})[1].peer == 9000
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"llama31-8b": 3}', '{"llama31-8b": {"offline": "fast"}}', "{", None])
+def test_figures_of_a_peer_that_are_none_are_told(text, recipe, tmp_path):
+    file = tmp_path / "peer.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"peer\.json has no figures by shape and case"):
+        recipe("bench_gpu").read_figures(str(file))
 
 
 def test_every_goal_belongs_to_a_case_that_is_measured(recipe, targets):
