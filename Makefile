@@ -23,7 +23,7 @@ SOURCES := bladellm_tools bladellm_runtime kernels recipes tests
 .PHONY: help setup demo test test-all test-gpu bench-gpu bench-streams lint fmt
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(STAMP)  ## create .venv and install the tested versions
 

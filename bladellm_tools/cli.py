@@ -27,7 +27,7 @@ from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_runtime.flags import flag
 from bladellm_tools.console import fail
 from bladellm_tools.flags import Flag, flags_of, nearest, normalise
-from bladellm_tools.help import HelpfulCommand
+from bladellm_tools.help import HelpfulCommand, layout, page_width
 
 INTERRUPTED = 130
 
@@ -259,11 +259,10 @@ def commands_of(group: str | None) -> dict[str, str]:
 
 def umbrella_help(program: str, group: str | None) -> int:
     """What `blade_llm` alone prints: the commands."""
-    about = GROUPS[group] if group else "an LLM inference engine and its toolkit."
-    print(f"Usage: {program} COMMAND [FLAGS]\n\nBladeLLM Open {__version__}: {about}\n\nCommands:")
-    for name, summary in commands_of(group).items():
-        print(f"  {name:<10} {summary}")
-    print(f"\n  {program} COMMAND --help lists the flags of a command; {program} --version prints the version.")
+    about = GROUPS[group] if group else f"BladeLLM Open {__version__}: an LLM inference engine and its toolkit."
+    print(f"Usage: {program} COMMAND [FLAGS]\n\n{about}\n\nCommands:")
+    print(layout([(name, "", summary) for name, summary in commands_of(group).items()], page_width() - 2, "  ", 11))
+    print(f"\n{program} COMMAND --help lists the flags of a command;\n{program} --version prints the version.")
     return 0
 
 

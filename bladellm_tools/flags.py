@@ -49,7 +49,7 @@ class Flag:
         if self.choices:
             return "|".join(self.choices)
         if self.kind is bool:
-            return ""
+            return "" if self.default is False else "true|false"
         return {int: "INT", float: "FLOAT", str: "TEXT"}[self.kind] + (" ..." if self.is_list else "")
 
     @property
@@ -59,7 +59,7 @@ class Flag:
         if self.low is not None and self.high is not None:
             wide = self.high >= ENDLESS
             parts.append(f"at least {number(self.low)}" if wide else f"{number(self.low)} to {number(self.high)}")
-        if self.default not in (None, "", False, []):
+        if self.default is not False and self.default not in (None, "", []):
             parts.append(f"default {self._default_text}")
         return f"({'; '.join(parts)})" if parts else ""
 
@@ -67,6 +67,8 @@ class Flag:
     def _default_text(self) -> str:
         if self.is_list:
             return " ".join(map(str, self.default))
+        if self.kind is bool:
+            return str(self.default).lower()
         return number(self.default) if self.kind is float else str(self.default)
 
     @property

@@ -109,8 +109,9 @@ def report(before: EngineStats, after: EngineStats, prompts: int, seconds: float
     """Counts and speed on standard error, apart from the answers."""
     read = after.prompt_tokens - before.prompt_tokens
     written = after.generated_tokens - before.generated_tokens
+    noun = "prompt" if prompts == 1 else "prompts"
     print(
-        f"{prompts} prompts, {read} prompt tokens, {written} generated tokens in {seconds:.2f} s: "
+        f"{prompts} {noun}, {read} prompt tokens, {written} generated tokens in {seconds:.2f} s: "
         f"{written / max(seconds, 1e-9):,.1f} tokens/s",
         file=sys.stderr,
     )

@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 from bladellm_tools.console import is_terminal
 
 NAME_COLUMN = 30
-MAX_WIDTH = 110
+MIN_WIDTH, MAX_WIDTH = 50, 110
 Entry = tuple[str, str, str]
 """Spellings, value, explanation."""
 
@@ -23,9 +23,10 @@ class HelpfulCommand(TyperCommand):
         groups: dict[str, list[Entry]] = {}
         for param in self.get_params(ctx):
             title = getattr(param, "rich_help_panel", None) or "Help"
-            entry = (", ".join(param.opts), param.metavar or "", getattr(param, "help", None) or "")
+            names = sorted(param.opts, key=lambda name: not name.startswith("--"))  # click's order of help's varies
+            entry = (", ".join(names), param.metavar or "", getattr(param, "help", None) or "")
             groups.setdefault(title, []).append(entry)
-        width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+        width = page_width()
         head = f"Usage: {ctx.command_path} [FLAGS]\n\n{textwrap.fill(self.help or '', width - 1)}\n"
         if is_terminal(sys.stdout):
             print_panels(head, groups, width)
@@ -35,18 +36,23 @@ class HelpfulCommand(TyperCommand):
                 print(f"{title}:\n{layout(entries, width - 2, '  ')}\n")
 
 
-def layout(entries: list[Entry], width: int, indent: str = "") -> str:
-    """Flags to the left, wrapped explanations to the right; a long flag has a line of its own."""
+def page_width() -> int:
+    """Columns of a help page: the terminal's, within reason."""
+    return min(max(shutil.get_terminal_size().columns, MIN_WIDTH), MAX_WIDTH)
+
+
+def layout(entries: list[Entry], width: int, indent: str = "", column: int = NAME_COLUMN) -> str:
+    """Flags to the left, wrapped explanations from `column` on; a long flag has a line of its own."""
     lines = []
     for names, value, text in entries:
         left = f"{names} {value}".strip()
-        wrapped = textwrap.wrap(text, width - NAME_COLUMN) or [""]
-        if len(left) > NAME_COLUMN - 2:
+        wrapped = textwrap.wrap(text, width - column) or [""]
+        if len(left) > column - 2:
             lines += textwrap.wrap(left, width, subsequent_indent=" " * 4, break_on_hyphens=False)
         else:
-            wrapped[0] = f"{left:<{NAME_COLUMN}}{wrapped[0]}"
-        first = 1 if len(left) <= NAME_COLUMN - 2 else 0
-        lines += wrapped[:first] + [" " * NAME_COLUMN + line for line in wrapped[first:]]
+            wrapped[0] = f"{left:<{column}}{wrapped[0]}"
+        first = 1 if len(left) <= column - 2 else 0
+        lines += wrapped[:first] + [" " * column + line for line in wrapped[first:]]
     return "\n".join(indent + line.rstrip() for line in lines)
 
 

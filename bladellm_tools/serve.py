@@ -45,7 +45,7 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
 
     `seconds` is the whole start; what the engine's phases leave of it went into processes and imports.
     """
-    name = args.served_model_name[0] if args.served_model_name else args.model
+    names = args.served_model_name or [args.model]
     concurrency = ready.kv_tokens / ready.max_model_len
     rest = max(seconds - sum(spent for _, spent in ready.phases), 0.0)
     phases = [*ready.phases, ("processes, imports", rest), ("total", seconds)]
@@ -55,7 +55,7 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
         *table_left(
             [
                 ("model", args.model),
-                ("served as", name),
+                ("served as", ", ".join(names)),
                 ("dtype", ready.dtype),
                 ("device", ready.device),
                 ("KV cache", ready.kv_cache),
@@ -68,7 +68,7 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
         "start",
         *table([(phase + _rate(phase, spent, ready), f"{spent:.2f} s") for phase, spent in phases]),
         f"serving at {styled(url, BOLD, sys.stdout)}",
-        curl_line(url, name, bool(args.api_key or args.api_key_file)),
+        curl_line(url, names[0], bool(args.api_key or args.api_key_file)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -177,13 +178,14 @@ def blocks(document: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_documented_commands_exist(document: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    seen = set()
     for line in blocks(document):
         words = line.split()
-        seen.add(words[0])
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, line
         elif words[0] in ("blade_llm", "blade_llm_bench"):
@@ -195,7 +197,10 @@ def test_documented_commands_exist(document: str) -> None:
         elif words[0].startswith("blade_llm_"):
             name = {"blade_llm_server": "serve"}.get(words[0], words[0].removeprefix("blade_llm_"))
             check_flags(name, words[1:])
-    assert "make" in seen
+        elif words[0] == "python" and words[1].endswith(".py"):
+            flags = [word for word in shlex.split(line) if word.startswith("--")]
+            source = (ROOT / words[1]).read_text() + (ROOT / "recipes/benchmarks/step_timing.py").read_text()
+            assert [flag for flag in flags if f'"{flag}"' not in source] == [], line
 
 
 def check_flags(command: str, arguments: list[str]) -> None:
@@ -214,6 +219,34 @@ def test_documents_name_files_that_exist(document: str) -> None:
         if "/" in name and name.split("/")[0] not in {path.name for path in ROOT.iterdir()} | {".."}:
             continue  # a path inside a model folder, a URL path, a hub id
         assert (ROOT / name).exists() or (folder / name).exists(), f"{document} names {name}"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    found = [ROOT / name for name in listed.split()]
+    for document in found or [ROOT / name for name in DOCUMENTS]:
+        text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            name, _, anchor = target.partition("#")
+            path = document.parent / name if name else document
+            assert "://" in target or path.exists(), f"{document} links to {target}"
+            assert not anchor or anchor in anchors(path), f"{document} links to {target}"
+
+
+def anchors(document: Path) -> set[str]:
+    """The headings of a document as a link spells them."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+def test_flags_in_prose_exist() -> None:
+    known = {
+        spelling for command in cli.COMMANDS.values() for item in command.flags for spelling in (item.name, *item.names)
+    }
+    scripts = "".join(path.read_text() for folder in ("recipes", "kernels") for path in (ROOT / folder).rglob("*.py"))
+    for document in DOCUMENTS:
+        for flag in re.findall(r"`--([\w-]+)", (ROOT / document).read_text()):
+            assert flag in known or f'"--{flag}"' in scripts or flag == "help", f"{document} names --{flag}"
 
 
 def test_the_readme_has_a_row_for_every_command() -> None:

@@ -38,7 +38,8 @@ def run_node(args: EngineArgs, folder: Path) -> int:
     try:
         for rank in args.local_ranks:
             processes.append(start_rank(rank, meeting, args))
-        logger.info("ranks %s joining rank 0 at %s", ", ".join(map(str, args.local_ranks)), args.dist_init_addr)
+        ranks = ", ".join(f"rank {rank}" for rank in args.local_ranks)
+        logger.info("%s: joining rank 0 at %s", ranks, args.dist_init_addr)
         halted = 0.0
         while not stop.wait(POLL_SECONDS) and all(process.poll() is None for process in processes):
             # Rank 0 knows as well, but cannot end a process of this host.

@@ -47,7 +47,7 @@ def result_lines(split: Split) -> list[str]:
         for rank, cut in enumerate(plan.ranks):
             lines.append(
                 f"  {rank_folder(stage, rank)}  layers {_shown(layers)}, query heads {_shown(cut.queries)}, KV heads "
-                f"{_shown(cut.kv_heads)}, {len(cut.mlp)} inner channels, {len(cut.vocab)} words"
+                f"{_shown(cut.kv_heads)}, {len(cut.mlp)} inner channels, {len(cut.vocab)} vocabulary rows"
             )
     lines.append(f"the largest rank holds {gib(split.largest)}; prove them: blade_llm_split --verify {split.output}")
     return lines

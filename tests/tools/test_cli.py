@@ -78,6 +78,24 @@ def test_umbrella_help_names_every_command() -> None:
     assert words == set(cli.commands_of(None))
 
 
+@pytest.mark.parametrize("arguments", [["blade_llm"], ["blade_llm_bench"], ["blade_llm", "serve", "-h"]])
+def test_help_fits_the_terminal(arguments: list[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, run(*arguments).stdout.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "10")
+    assert "Usage" in run(*arguments).stdout, "too narrow for the page"
+
+
+def test_help_is_the_same_every_time(monkeypatch) -> None:
+    """Whatever the order of a set of strings is in a process."""
+    shown = set()
+    for seed in range(4):
+        monkeypatch.setenv("PYTHONHASHSEED", str(seed))
+        shown.add(run("blade_llm", "split", "--help").stdout)
+    assert len(shown) == 1
+    assert "--help, -h" in shown.pop()
+
+
 @pytest.mark.parametrize(("name", "columns"), some_pairs(cli.COMMANDS, [80, 120]))
 def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
     shown = run_on_terminal("blade_llm", *name.split(), "--help", columns=columns)

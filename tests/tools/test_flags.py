@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from bladellm_runtime.config import EngineArgs, ServingArgs
-from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.errors import ConfigError, ParameterError
 from bladellm_runtime.flags import flag
 from bladellm_runtime.request import SamplingParams
 from bladellm_tools import cli
@@ -220,6 +220,27 @@ def test_generate_has_a_flag_for_every_sampling_parameter() -> None:
     for name in set(parameters) & set(own):
         default = parameters[name].default
         assert own[name].default == (list(default) if isinstance(default, tuple) else default), name
+
+
+def test_the_ranges_of_generate_are_those_of_a_request() -> None:
+    for item in flags_of(GenerateArgs):
+        if item.low is None:
+            continue
+        beyond = {"high": item.high + 1, "low": item.low - 1}
+        for value in (item.low, item.high):
+            SamplingParams(**{"max_tokens": None, item.name: item.kind(value)})
+        for value in beyond.values():
+            with pytest.raises(ParameterError, match=item.name):
+                SamplingParams(**{"max_tokens": None, item.name: item.kind(value)})
+
+
+def test_help_shows_defaults_and_how_a_switch_is_turned_off() -> None:
+    shown = {item.name: item for item in flags_of(GenerateArgs)}
+    assert (shown["ignore_eos"].metavar, shown["ignore_eos"].note) == ("", "")
+    assert (shown["skip_special_tokens"].metavar, shown["skip_special_tokens"].note) == ("true|false", "(default true)")
+    assert shown["presence_penalty"].note == "(-2 to 2; default 0)"
+    assert shown["min_tokens"].note == "(at least 0; default 0)"
+    assert shown["seed"].note == ""
 
 
 def test_the_first_section_owns_a_shared_name() -> None:

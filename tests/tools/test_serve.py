@@ -36,11 +36,12 @@ READY = EngineReady(
 
 
 def test_banner() -> None:
-    args = ServingArgs(model="org/model", served_model_name=["it's me"], api_key=["topsecret"])
+    args = ServingArgs(model="org/model", served_model_name=["it's me", "other"], api_key=["topsecret"])
     lines = banner(args, "http://127.0.0.1:8081", READY, 4.0)
     text = "\n".join(lines)
     for words in (
         "org/model",
+        "it's me, other",
         "bfloat16",
         "cuda:0",
         "15.00 GiB",
