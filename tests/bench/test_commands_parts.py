@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_tools import cli
-from bladellm_tools.bench.args import LevelArgs, MockArgs, OutputArgs, RunLevelArgs, TargetArgs, WorkloadArgs
+from bladellm_tools.bench.args import (
+    LevelArgs,
+    MockArgs,
+    OutputArgs,
+    RunLevelArgs,
+    SelfCheckArgs,
+    TargetArgs,
+    WorkloadArgs,
+)
 from bladellm_tools.bench.effects import check_effects
 from bladellm_tools.bench.endpoints import Endpoint, Server, parse_endpoint
 from bladellm_tools.bench.environment import environment, flags_in_effect, shown_url, without_secrets
@@ -26,6 +34,7 @@ from bladellm_tools.bench.mock import check_mock
 from bladellm_tools.bench.plot_curves import spread
 from bladellm_tools.bench.records import Load
 from bladellm_tools.bench.search import passes, why_unknown
+from bladellm_tools.bench.selfcheck import checks_of
 from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.stopping import parse_rules
 from bladellm_tools.bench.turns import make_turns
@@ -286,3 +295,8 @@ def test_a_level_leaves_the_collector_as_it_was(frozen: bool) -> None:
         assert (gc.get_freeze_count() > 0) == frozen
     finally:
         gc.freeze()  # as the tests' process had it
+
+
+@pytest.mark.parametrize("streams", [1, 64, 512])
+def test_no_check_of_the_machine_takes_the_place_of_another(streams: int) -> None:
+    assert len(checks_of(SelfCheckArgs(streams=streams))) == 6
