@@ -27,6 +27,7 @@ from bladellm_tools.bench.endpoints import Endpoint, Server, parse_endpoint
 from bladellm_tools.bench.environment import environment, flags_in_effect, shown_url, without_secrets
 from bladellm_tools.bench.eventloop import without_collector
 from bladellm_tools.bench.figures import combine
+from bladellm_tools.bench.health import busiest_share
 from bladellm_tools.bench.loads import CAPACITY_TOLERANCE, auto_loads, is_auto, loads_of, next_rate, split_commas
 from bladellm_tools.bench.merging import merged
 from bladellm_tools.bench.metrics import summarise
@@ -300,3 +301,12 @@ def test_a_level_leaves_the_collector_as_it_was(frozen: bool) -> None:
 @pytest.mark.parametrize("streams", [1, 64, 512])
 def test_no_check_of_the_machine_takes_the_place_of_another(streams: int) -> None:
     assert len(checks_of(SelfCheckArgs(streams=streams))) == 6
+
+
+def test_waiting_for_answers_gives_a_busy_client_no_room() -> None:
+    """Four seconds at a whole core, then four of waiting; a start of less than a second says nothing."""
+    marks = [(0.02 * tick, min(0.02 * tick, 4.0)) for tick in range(1, 401)]
+    assert busiest_share(marks, 8.0) == pytest.approx(0.5)
+    assert busiest_share(marks, 4.0) == pytest.approx(1.0)
+    assert busiest_share(marks, 0.5) == pytest.approx(0.5)
+    assert busiest_share([], 1.0) == 0.0
