@@ -45,6 +45,7 @@ def check_fields(args: Any) -> None:
         if isinstance(value, str) and value in item.metadata["instead"]:
             raise ConfigError(f"--{item.name} {value} is not supported; use {item.metadata['instead'][value]}")
         _check_type(item.name, value, kind)
+        _check_text(item.name, value)
         low, high = item.metadata["low"], item.metadata["high"]
         for one in value if isinstance(value, list) else [value]:
             if low is not None and not low <= one <= high:
@@ -57,6 +58,12 @@ def unwrap_optional(hint: Any) -> tuple[Any, bool]:
         inner = [option for option in typing.get_args(hint) if option is not type(None)]
         return inner[0], True
     return hint, False
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Refuse characters that no path and no command line can hold; only a recipe can give them."""
+    if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
+        raise ConfigError(f"--{name} must be text without NUL characters, got {value!r:.80}")
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:

@@ -67,7 +67,7 @@ class AnswerReader:
 
     def _read_event(self, now: float, data: bytes, is_whole: bool = True) -> None:
         """Take one event in; what is left of one that the end of the stream cut in two is no garbage."""
-        if self._failure is not None or self._done:
+        if self._failure is not None or self._done or not data.strip():  # an empty event keeps a connection open
             return
         if data == DONE:
             self._done = True
@@ -80,8 +80,8 @@ class AnswerReader:
             return
         if not isinstance(event, dict):
             self._failure = (Outcome.GARBAGE, f"an event that is not an object: {shorten(data)}")
-        elif event.get("error"):
-            self._failure = (Outcome.STREAM_ERROR, error_text(event["error"]))
+        elif event.get("error") or event.get("object") == "error":
+            self._failure = (Outcome.STREAM_ERROR, error_text(event.get("error") or event))
         else:
             self._read_chunk(now, event)
 

@@ -6,7 +6,8 @@ Exit codes: 0 measured, 1 not one request succeeded, 130 interrupted; whatever w
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from bladellm_tools.bench.args import (
 from bladellm_tools.bench.campaign import Campaign, InterruptedCampaignError, Servers
 from bladellm_tools.bench.effects import check_effects
 from bladellm_tools.bench.endpoints import Endpoint, parse_endpoints
-from bladellm_tools.bench.environment import environment, flags_in_effect
+from bladellm_tools.bench.environment import environment, flags_in_effect, shown_url
 from bladellm_tools.bench.eventloop import run_loop
 from bladellm_tools.bench.live import View, make_view
 from bladellm_tools.bench.loads import is_auto, loads_of
@@ -37,8 +38,9 @@ from bladellm_tools.bench.search import find_capacity, find_loads
 from bladellm_tools.bench.slo import SloLimit, parse_slo
 from bladellm_tools.bench.stopping import StopRule, parse_rules
 from bladellm_tools.bench.storage import load as load_results
+from bladellm_tools.bench.target import parse_extra_body, parse_headers
 from bladellm_tools.bench.turns import Order, make_turns
-from bladellm_tools.bench.workload import own_qps
+from bladellm_tools.bench.workload import own_qps, plan_requests
 from bladellm_tools.console import fail
 
 INTERRUPTED = 130
@@ -123,6 +125,8 @@ def plot(results: PlotArgs, slo: SloArgs, output: OutputArgs) -> int:
     if output.title is not None:
         benchmark.title = output.title
     folder = folders[0] if output.out is None and len(folders) == 1 else results_folder(output)
+    if (folder / "benchmark.json").exists() and [folder.resolve()] != [one.resolve() for one in folders]:
+        raise UserError(f"--out {folder} holds other results; choose another folder")
     text = make_report(benchmark, parse_slo(slo.slo), folder, store=False, vllm_names=output.compat == "vllm")
     print(text)
     return 0
@@ -164,16 +168,38 @@ def results_folder(output: OutputArgs) -> Path:
     return folder
 
 
+def check_job(job: Job) -> None:
+    """Raise `ConfigError` for what cannot be sent or planned, before a server is started for it."""
+    parse_headers(job.target)
+    parse_extra_body(job.target.extra_body)
+    if not any(endpoint.command for endpoint in job.endpoints):
+        if job.target.start_timeout != TargetArgs().start_timeout:
+            raise ConfigError("--start_timeout has no effect here: it needs an --endpoint NAME=cmd:COMMAND LINE")
+    else:
+        first = job.loads[0] if job.loads else Load(qps=1.0)
+        plan_requests(job.workload, job.level, first, 0, job.target.tokenizer)
+
+
+@contextmanager
+def kept_if_used(folder: Path, is_new: bool) -> Iterator[None]:
+    """A folder that was made for results and got none is removed again."""
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # it holds something, or is gone
+                folder.rmdir()
+
+
 def carry_out(job: Job) -> int:
     """Measure, report, and say how it ended."""
+    check_job(job)
+    is_new = job.output.out is None or not Path(job.output.out).exists()
     folder = results_folder(job.output)
     if (folder / "benchmark.json").exists():
         raise UserError(f"--out {folder} holds results already; choose another folder")
-    view = make_view(job.output.quiet)
-    try:
-        benchmark, interrupted = run_loop(measure(job, folder, view))
-    finally:
-        view.close()
+    with kept_if_used(folder, is_new):
+        benchmark, interrupted = measured(job, folder)
     if not benchmark.runs:
         raise KeyboardInterrupt
     text = make_report(benchmark, job.slo, folder, store=True, vllm_names=job.output.compat == "vllm")
@@ -184,6 +210,15 @@ def carry_out(job: Job) -> int:
     if not any(record.outcome is Outcome.OK for run in benchmark.runs for record in run.requests):
         raise UserError(f"not one request succeeded: {commonest_error(benchmark)}; the report is {folder / REPORT}")
     return 0
+
+
+def measured(job: Job, folder: Path) -> tuple[Benchmark, bool]:
+    """Everything a job asks for, shown while it comes."""
+    view = make_view(job.output.quiet)
+    try:
+        return run_loop(measure(job, folder, view))
+    finally:
+        view.close()
 
 
 def commonest_error(benchmark: Benchmark) -> str:
@@ -209,7 +244,7 @@ async def measure(job: Job, folder: Path, view: View) -> tuple[Benchmark, bool]:
         raise KeyboardInterrupt from error
     finally:
         await servers.close()
-    found = environment() | {f"server of {e.name}": e.url or "started here" for e in job.endpoints}
+    found = environment() | {f"server of {e.name}": shown_url(e.url) for e in job.endpoints}
     return Benchmark(job.title, job.flags, found, campaign.runs, campaign.notes), interrupted
 
 

@@ -169,9 +169,10 @@ def vertical_sentence(pair: Pair, name: str) -> str:
         return f"{title}: no level tells {pair.first} and {pair.second} apart."
     where = _where(rows)
     ratios = [row.ratio for row in rows if row.ratio]
-    if all(ratio.interval for ratio in ratios) and not any(ratio.shows_difference for ratio in ratios):
+    if not any(ratio.shows_difference for ratio in ratios):
         low, high = min(ratio.value for ratio in ratios), max(ratio.value for ratio in ratios)
-        return f"{title} of {pair.first} over {pair.second} is {_span(low, high)} {where}: no level shows a difference."
+        said = f"{title} of {pair.first} over {pair.second} is {_span(low, high)} {where}: no level shows a difference"
+        return "; ".join([said, *_too_short(ratios)]) + "."
     return f"{title} of {pair.first} is {_lower(ratios)} than of {pair.second} {where}{_unsure(ratios)}."
 
 
@@ -194,9 +195,15 @@ def _unsure(ratios: list[Ratio]) -> str:
     unknown = sum(ratio.interval is None for ratio in ratios)
     equal = sum(not ratio.shows_difference for ratio in ratios) - unknown
     parts = [f"{equal} of {len(ratios)} levels show no difference"] if equal else []
-    if unknown:
-        parts.append(f"{unknown} of {len(ratios)} levels are too short for an interval: more --repeats give one")
+    parts += _too_short(ratios)
     return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _too_short(ratios: list[Ratio]) -> list[str]:
+    """That some levels have no interval, if it is so."""
+    unknown = sum(ratio.interval is None for ratio in ratios)
+    text = f"{unknown} of {len(ratios)} levels are too short for an interval: more --repeats give one"
+    return [text] if unknown else []
 
 
 def _where(rows: list[VerticalRow]) -> str:

@@ -150,7 +150,9 @@ class ConnectionPool:
         self._tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
         self._idle: list[Connection] = []
-        fields = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **headers}
+        usual = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
+        given = {name.lower() for name in headers}
+        fields = {name: value for name, value in usual.items() if name.lower() not in given} | headers
         lines = [f"POST {parts.path or '/'} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
         self._head = ("\r\n".join(lines) + "\r\nContent-Length: ").encode("latin-1")
 

@@ -58,6 +58,11 @@ def parse_endpoint(text: str) -> Endpoint:
         valid = False
     if not valid:
         raise ConfigError(f"--endpoint {name}: {value!r} is neither an http:// URL nor cmd:COMMAND LINE")
+    if not re.fullmatch(r"[!-~]+", value) or set("?#") & set(value):
+        raise ConfigError(
+            f"--endpoint {name}: {value!r} must be ASCII without spaces, ? and #, because routes are added to its end; "
+            "write other characters as %XX, and give keys with --header or --api_key"
+        )
     return Endpoint(name, url=value.rstrip("/"))
 
 

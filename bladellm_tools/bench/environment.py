@@ -109,7 +109,14 @@ def without_secrets(endpoint: str) -> str:
     name, _, value = endpoint.partition("=")
     if value.startswith("cmd:"):
         return f"{name}=" + SECRET_OPTION.sub(rf"\g<1>{HIDDEN}", value)
-    parts = urlsplit(value)
+    return f"{name}={shown_url(value)}"
+
+
+def shown_url(url: str | None) -> str:
+    """An address without its password and its query; None is a server of a command line."""
+    if url is None:
+        return "started here"
+    parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     query = HIDDEN if parts.query else ""
-    return f"{name}={urlunsplit((parts.scheme, host, parts.path, query, ''))}"
+    return urlunsplit((parts.scheme, host, parts.path, query, ""))

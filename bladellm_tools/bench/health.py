@@ -13,6 +13,7 @@ LATE_SECONDS = 0.001
 LATE_GAP_SHARE = 0.01
 LIMIT_LATE_SHARE = 0.01
 LIMIT_CPU_SHARE = 0.9
+LEAST_SENDING_SECONDS = 1.0
 
 
 class HealthProbe:
@@ -20,6 +21,7 @@ class HealthProbe:
 
     def __init__(self) -> None:
         self._lags: list[float] = []
+        self._marks: list[tuple[float, float]] = []
         self._began = clock()
         self._cpu_began = time.process_time()
         self._due = self._began + PROBE_SECONDS
@@ -29,6 +31,7 @@ class HealthProbe:
     def _tick(self) -> None:
         now = clock()
         self._lags.append(now - self._due)
+        self._marks.append((now - self._began, time.process_time() - self._cpu_began))
         self._due = max(self._due + PROBE_SECONDS, now)
         self._timer.arm(self._due)
 
@@ -38,11 +41,12 @@ class HealthProbe:
         self._wall = clock() - self._began
         self._cpu = time.process_time() - self._cpu_began
 
-    def health(self, records: list[RequestRecord], load: Load) -> ClientHealth:
-        """The verdict. `records` are read already: their times count as chunks."""
+    def health(self, records: list[RequestRecord], load: Load, zero: float) -> ClientHealth:
+        """The verdict. `records` are read already: their times, from the `clock()` time `zero` on, count as chunks."""
         lateness = np.array([record.sent - record.intended for record in records if record.sent is not None])
         chunks = sum(len(record.times) for record in records)
-        cpu_share = self._cpu / self._wall if self._wall else 0.0
+        last_sent = max((record.sent for record in records if record.sent is not None), default=0.0)
+        cpu_share = busiest_share([*self._marks, (self._wall, self._cpu)], zero - self._began + last_sent)
         late_share = float(np.mean(lateness > tolerance(records, load))) if lateness.size else 0.0
         return ClientHealth(
             cpu_share=cpu_share,
@@ -54,6 +58,17 @@ class HealthProbe:
             headroom=LIMIT_CPU_SHARE / cpu_share if cpu_share else 0.0,
             limited=late_share > LIMIT_LATE_SHARE or cpu_share > LIMIT_CPU_SHARE,
         )
+
+
+def busiest_share(marks: list[tuple[float, float]], last_sent: float) -> float:
+    """Share of a core, of (seconds, processor seconds) rising to the end: of all, or to the last send if more.
+
+    Waiting for the last answers is idle time, in which a client that was at its limit before would seem to have room.
+    """
+    shares = [used / seconds for seconds, used in marks[-1:] if seconds > 0]
+    sending = [(seconds, used) for seconds, used in marks if LEAST_SENDING_SECONDS <= seconds <= last_sent]
+    shares += [used / seconds for seconds, used in sending[-1:]]
+    return max(shares, default=0.0)
 
 
 def tolerance(records: list[RequestRecord], load: Load) -> float:

@@ -68,7 +68,7 @@ async def run_level(
         duration=max((record.intended for record in records), default=0.0),
         warmup=level.warmup,
         requests=records,
-        client=probe.health(records, load),
+        client=probe.health(records, load, zero),
         aborted=runner.aborted,
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from bladellm_runtime.errors import UserError
+from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_tools.bench.args import MockArgs
 from bladellm_tools.bench.eventloop import first_served, raise_file_limit, run_loop, without_collector
 from bladellm_tools.bench.mock_http import HttpConnection, http_chunk, http_response
@@ -230,8 +230,22 @@ async def serve_mock(settings: MockSettings, port: int, on_ready: Callable[[str]
     listener.close()
 
 
+def check_mock(settings: MockSettings) -> None:
+    """Raise `ConfigError` for flags that change nothing beside the others, and for a freeze without an end."""
+    if bool(settings.freeze_every) != bool(settings.freeze_for):
+        raise ConfigError("--freeze_every and --freeze_for act only together; give both, each above 0")
+    if settings.freeze_for and settings.freeze_for >= settings.freeze_every:
+        raise ConfigError(
+            f"--freeze_for {settings.freeze_for:g} leaves no time to answer in; give less than --freeze_every "
+            f"{settings.freeze_every:g}"
+        )
+    if settings.fault == "none" and settings.fault_share != 1:
+        raise ConfigError("--fault_share has no effect here: it needs a --fault other than none")
+
+
 def run_mock(settings: MockSettings, port: int | None = None, on_ready: Callable[[str], None] | None = None) -> int:
     """Serve until interrupted. Returns the exit code."""
+    check_mock(settings)
     raise_file_limit()
 
     def announce(url: str) -> None:

@@ -87,9 +87,10 @@ def make_html(
 def subtitle(benchmark: Benchmark) -> str:
     """When, and how much was measured."""
     requests = sum(len(run.requests) for run in benchmark.runs)
-    tool = benchmark.environment.get("BladeLLM Open", "")
-    return f"blade_llm_bench {tool}, {benchmark.environment.get('date', '')}: {requests:,} requests in " + (
-        f"{len(benchmark.runs)} runs of {len(benchmark.loads)} levels; seed {benchmark.flags.get('seed', 0)}"
+    facts = (f"blade_llm_bench {benchmark.environment.get('BladeLLM Open', '')}", benchmark.environment.get("date", ""))
+    seeds = ", ".join(dict.fromkeys(str(run.seed) for run in benchmark.runs))
+    return f"{', '.join(fact.strip() for fact in facts if fact)}: {requests:,} requests in " + (
+        f"{len(benchmark.runs)} runs of {len(benchmark.loads)} levels; seed {seeds}"
     )
 
 

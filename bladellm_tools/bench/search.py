@@ -94,7 +94,7 @@ async def find_capacity(campaign: Campaign, endpoint: Endpoint) -> None:
             return
         unknown = [rate for rate, verdict in verdicts.items() if verdict is None]
         if unknown:
-            reason = f"{unknown[0]:.3g} QPS has too few completions for the SLO; raise --min_requests"
+            reason = why_unknown(level_at(campaign, endpoint, unknown[0]))
             campaign.note(f"{endpoint.name}: the search for capacity ended: {reason}.")
             return
         rate = next_rate(*parted(verdicts))
@@ -109,9 +109,20 @@ def judge(campaign: Campaign, endpoint: Endpoint, verdicts: dict[float, bool | N
     own = [summary for summary in campaign.summaries if summary.endpoint == endpoint.name]
     rates = {summary.load.qps for summary in own if summary.load.qps is not None} - verdicts.keys()
     for rate in rates:
-        level = combine([summary for summary in own if summary.load.qps == rate])
-        verdicts[rate] = passes(level, campaign.slo)
+        verdicts[rate] = passes(level_at(campaign, endpoint, rate), campaign.slo)
     return list(rates)
+
+
+def level_at(campaign: Campaign, endpoint: Endpoint, rate: float) -> LevelFigures:
+    """What was measured of an endpoint at a rate."""
+    return combine([run for run in campaign.summaries if run.endpoint == endpoint.name and run.load.qps == rate])
+
+
+def why_unknown(level: LevelFigures) -> str:
+    """Why a level does not tell whether it is within the limits."""
+    if level.client_limited:
+        return f"at {level.load.label} the client was the limit; see blade_llm_bench check"
+    return f"{level.load.label} has too few completions for the SLO; raise --min_requests"
 
 
 def parted(verdicts: dict[float, bool | None]) -> tuple[list[float], list[float]]:
@@ -122,12 +133,16 @@ def parted(verdicts: dict[float, bool | None]) -> tuple[list[float], list[float]
 
 
 def passes(level: LevelFigures, slo: Sequence[SloLimit]) -> bool | None:
-    """Whether a level keeps every limit in a steady state; None where it has too few completions to tell."""
+    """Whether a level keeps every limit in a steady state; None where it has too few completions to tell.
+
+    A client that could not keep up adds to latencies: a level it limited may pass, but does not say what is too much.
+    """
+    failed = None if level.client_limited else False
     if level.oversaturated or not level.completed or any(fails(level, limit) for limit in slo):
-        return False
+        return failed
     values = [(level.value(limit.figure), limit.seconds) for limit in slo]
     if any(value is not None and value > seconds for value, seconds in values):
-        return False
+        return failed
     return None if any(value is None for value, _ in values) else True
 
 

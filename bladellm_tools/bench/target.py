@@ -1,9 +1,11 @@
 """A server to measure: where it is, what to ask it for, and whether it is there."""
 
+import base64
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import aiohttp
 import orjson
@@ -15,6 +17,8 @@ from bladellm_tools.bench.connection import CONNECT_SECONDS
 from bladellm_tools.bench.records import PlannedRequest
 
 MAX_LIST_BYTES = 4 * 1024**2
+FRAMING = ("accept-encoding", "connection", "content-length", "expect", "transfer-encoding", "upgrade")
+"""Header fields that say how a message is sent; another value than the client's own breaks it."""
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -60,12 +64,13 @@ async def resolve_target(args: TargetArgs, name: str, url: str, ignore_eos: bool
     base_url = url.rstrip("/").removesuffix("/v1").rstrip("/")
     if not base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--endpoint {name}={url}: the address must begin with http:// or https://")
+    base_url, login = without_login(base_url)
     target = Target(
         name=name,
         base_url=base_url,
         api=args.api,
         model=args.model or "",
-        headers=parse_headers(args),
+        headers=with_login(parse_headers(args), login, name),
         extra_body=parse_extra_body(args.extra_body),
         ignore_eos=ignore_eos,
         timeout=args.timeout,
@@ -75,6 +80,22 @@ async def resolve_target(args: TargetArgs, name: str, url: str, ignore_eos: bool
     if target.model:
         return target
     return Target(**{**vars(target), "model": first_model(target, status, body)})
+
+
+def without_login(url: str) -> tuple[str, str]:
+    """`http://USER:PASSWORD@HOST` as `http://HOST` and `USER:PASSWORD`, which is empty where there is none."""
+    parts = urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=host)), unquote(login)
+
+
+def with_login(headers: dict[str, str], login: str, name: str) -> dict[str, str]:
+    """The headers with a login of the address as HTTP has it (RFC 7617). Raises `ConfigError` where they have one."""
+    if not login:
+        return headers
+    if any(field.lower() == "authorization" for field in headers):
+        raise ConfigError(f"--endpoint {name} has a login of its own; give it, or --api_key or a header, not both")
+    return {**headers, "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
 
 
 async def list_models(target: Target) -> tuple[int, bytes]:
@@ -108,15 +129,21 @@ def first_model(target: Target, status: int, body: bytes) -> str:
 
 def parse_headers(args: TargetArgs) -> dict[str, str]:
     """`--header` and `--api_key` as header fields. Raises `ConfigError`."""
-    headers = {}
+    headers: dict[str, str] = {}
     for text in args.header:
         name, colon, value = text.partition(":")
         if not colon or not re.fullmatch(r"[\w-]+", name.strip(), re.ASCII) or not is_field_value(value):
             raise ConfigError(f"--header must be NAME:VALUE in printable ASCII, got {text!r}")
+        if name.strip().lower() in FRAMING:
+            raise ConfigError(f"--header {name.strip()} is the client's own to set; leave it out")
+        if name.strip().lower() in (other.lower() for other in headers):
+            raise ConfigError(f"--header sets {name.strip()} twice; give it once")
         headers[name.strip()] = value.strip()
     if args.api_key is not None:
         if not is_field_value(args.api_key):
             raise ConfigError("--api_key must be printable ASCII")
+        if "authorization" in (name.lower() for name in headers):
+            raise ConfigError("--api_key and --header Authorization set the same field; give one of them")
         headers["Authorization"] = f"Bearer {args.api_key}"
     return headers
 

@@ -54,6 +54,7 @@ def plan_requests(
         times = list(send_times(level, load.qps, seeds.stream(ARRIVALS), [item.t for item in trace]))
     else:
         times = [None] * closed_count(workload, level, load)
+    check_size(workload, len(times))
     if not times or (times[-1] or level.warmup) < level.warmup:
         raise ConfigError(f"the trace of --data ends within the warm-up; shorten --warmup {level.warmup:g}")
     asks = make_asks(workload, len(times), seeds, text_maker(tokenizer), trace)
@@ -67,11 +68,22 @@ def plan_requests(
 def check_size(workload: WorkloadArgs, count: float) -> None:
     """Raise `ConfigError` where drawing the prompts of a level would take the machine's memory."""
     drawn = workload.input_len if workload.dataset in ("synthetic", "prefix") else 0
-    size = count * (REQUEST_BYTES + CHARACTERS_PER_TOKEN * drawn)
+    shared = workload.prefix_groups * workload.prefix_len if workload.dataset == "prefix" else 0
+    check_bytes(count, f"{drawn:,} tokens", CHARACTERS_PER_TOKEN * drawn, "--input_len, --num_requests")
+    if CHARACTERS_PER_TOKEN * shared > MAX_PLAN_BYTES:
+        raise ConfigError(
+            f"{workload.prefix_groups:,} prefixes of {workload.prefix_len:,} tokens take "
+            f"{CHARACTERS_PER_TOKEN * shared / 2**30:,.0f} GiB to plan; lower --prefix_groups or --prefix_len"
+        )
+
+
+def check_bytes(count: float, length: str, prompt_bytes: float, remedy: str) -> None:
+    """Raise `ConfigError` where so many prompts of so many bytes would take the machine's memory."""
+    size = count * (REQUEST_BYTES + prompt_bytes)
     if size > MAX_PLAN_BYTES:
         raise ConfigError(
-            f"a level of {count:,.0f} requests with prompts of {drawn:,} tokens takes {size / 2**30:,.0f} GiB to plan; "
-            "lower --input_len, --num_requests, or --duration and --warmup"
+            f"a level of {count:,.0f} requests with prompts of {length} takes {size / 2**30:,.0f} GiB to plan; "
+            f"lower {remedy}, or --duration and --warmup"
         )
 
 
@@ -160,6 +172,8 @@ def prefixed(workload: WorkloadArgs, inputs: list[int], seeds: Seeds, text: Word
 def jsonl_asks(workload: WorkloadArgs, count: int, seeds: Seeds) -> list[Ask]:
     """Prompts of a file in an order of this repeat's own, again from the start where they are too few."""
     items = read_prompts(workload.data)
+    mean = sum(len(item.prompt) for item in items) / len(items)
+    check_bytes(count, f"{mean:,.0f} characters", mean, "--num_requests")
     rng = seeds.stream(PROMPTS)
     order = rng.permutation(len(items))
     asks = []
@@ -172,6 +186,8 @@ def jsonl_asks(workload: WorkloadArgs, count: int, seeds: Seeds) -> list[Ask]:
 
 def trace_asks(workload: WorkloadArgs, count: int, seeds: Seeds, text: WordText, trace: list[TraceItem]) -> list[Ask]:
     """Prompts with a trace's lengths; equal hash ids give equal text."""
+    mean = sum(item.input_len for item in trace) / len(trace)
+    check_bytes(count, f"{mean:,.0f} tokens", CHARACTERS_PER_TOKEN * mean, "--num_requests")
     rng = seeds.texts(PROMPTS, workload.unique_prefix)
     blocks = BlockTexts(text, seeds.texts(SHARED, workload.unique_prefix))
     asks = []

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from bladellm_runtime.distributed.manifest import is_split, read_manifest
 from bladellm_runtime.engine.device import pick_device, pick_dtype
 from bladellm_runtime.models.config import ModelSpec, read_model_spec
+from bladellm_runtime.models.parallel import make_plan
 from bladellm_runtime.models.quantized import Schemes, weight_bytes
 from bladellm_runtime.models.split_folder import open_whole
 from bladellm_runtime.models.weights import WeightTable, weight_table
@@ -36,6 +38,7 @@ def check_model(args: CheckArgs) -> Finding:
     if not folder.is_dir():
         return warned(f"{args.model} is no folder here, so nothing was checked", "download it, then name its folder")
     spec = read_model_spec(folder)
+    check_degree(folder, args.tensor_parallel_size)
     table = weight_table(spec)
     with open_whole(folder) as checkpoint:
         schemes = checkpoint.check(table, spec)
@@ -48,7 +51,14 @@ def check_model(args: CheckArgs) -> Finding:
     head = f"{spec.architecture}, {files} weight file{'s' * (files != 1)}, complete"
     if not tokenizer.has_chat_template:
         head += ", without a chat template"
-    return judge_fit(head, need, free_memory(device), f"{device.type}, {args.tensor_parallel_size} device(s)")
+    free = free_memory(device, args.tensor_parallel_size)
+    return judge_fit(head, need, free, f"{device.type}, {args.tensor_parallel_size} device(s)")
+
+
+def check_degree(folder: Path, degree: int) -> None:
+    """Raise `ConfigError` for a degree that the server refuses for this model, or for the one it was split for."""
+    if degree > 1:
+        make_plan(folder, degree, read_manifest(folder).pipeline_parallel_size if is_split(folder) else 1)
 
 
 def demand(
@@ -69,11 +79,11 @@ def demand(
     return Demand(weights, token_bytes, spec.max_position_embeddings)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that a new process can take on the device."""
+def free_memory(device: torch.device, degree: int) -> int:
+    """Bytes that each of `degree` new processes can take: of a GPU of its own, or of the host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
+    return available_memory() // degree
 
 
 def judge_fit(head: str, need: Demand, free: int, where: str) -> Finding:

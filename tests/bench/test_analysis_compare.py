@@ -103,6 +103,14 @@ def test_levels_that_do_not_count_are_marked_and_left_out_of_the_words() -> None
     assert all("between 1 and 4.5 QPS" in sentence for sentence in pair.summary)
 
 
+def test_no_claim_is_made_where_no_level_shows_a_difference() -> None:
+    """Levels of two runs have intervals, which hold 1; one of few requests has none, and cannot carry a claim."""
+    runs = [queue_run(2.0, SERVICE, endpoint=name, repeat=repeat, seed=repeat) for name in "ab" for repeat in range(2)]
+    few = [queue_run(4.0, SERVICE, endpoint=name, count=12) for name in "ab"]
+    (pair,) = compare(benchmark_of(runs + few), []).pairs
+    assert "is 1× between 2 and 4 QPS: no level shows a difference; 1 of 2 levels are too short" in pair.summary[0]
+
+
 def test_a_server_that_only_fails_is_compared_without_a_ratio() -> None:
     dead = run_of([failed(float(i), Outcome.CONNECT, None) for i in range(50)], endpoint="dead", load=Load(qps=1.0))
     (pair,) = compare(benchmark_of([queue_run(1.0, SERVICE, endpoint="a"), dead]), parse_slo(["ttft_p99=1s"])).pairs

@@ -14,6 +14,7 @@ import pytest
 from bladellm_tools.bench import reporting
 from bladellm_tools.bench.args import MockArgs
 from bladellm_tools.bench.compare import compare
+from bladellm_tools.bench.endpoints import free_port
 from bladellm_tools.bench.mock_process import MockProcess
 from bladellm_tools.bench.records import Benchmark
 from bladellm_tools.bench.slo import parse_slo
@@ -264,3 +265,33 @@ def test_automatic_levels_end_beyond_saturation(tmp_path) -> None:
     rates = [load.qps for load in done.benchmark.loads]
     assert rates[0] == pytest.approx(5, rel=0.25)
     assert 45 < rates[-1] < 110
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--extra_body", "{"), "--extra_body is not JSON"),
+        (("--header", "x"), "--header"),
+        (("--tokenizer", "/nowhere"), "--tokenizer /nowhere"),
+        (("--dataset", "jsonl", "--data", "/nowhere"), "--data /nowhere"),
+        (("--dataset", "prefix", "--prefix_len", "8"), "--prefix_len 8"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_before_a_server_is_started(flags: tuple, words: str, tmp_path) -> None:
+    arguments = short("--qps", "1") if "jsonl" not in flags else ["--qps", "1"]
+    done = bench("sweep", "--endpoint", f"a=cmd:touch {tmp_path}/started {{port}}", *arguments, *flags,
+                 folder=tmp_path / "out")  # fmt: skip
+    assert done.code == 2
+    assert words in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_where_nothing_was_measured(tmp_path) -> None:
+    endpoint = ("--endpoint", f"a=http://127.0.0.1:{free_port()}")
+    assert bench("run", *endpoint, folder=tmp_path / "new").code == 1
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    assert bench("run", *endpoint, folder=tmp_path / "old").code == 1
+    assert (tmp_path / "old").exists()
+    done = bench("run", *endpoint, "--start_timeout", "5", folder=tmp_path / "new")
+    assert (done.code, "--start_timeout has no effect" in done.err) == (2, True)

@@ -13,16 +13,30 @@ from hypothesis import strategies as st
 
 from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_tools import cli
-from bladellm_tools.bench.args import LevelArgs, OutputArgs, RunLevelArgs, TargetArgs, WorkloadArgs
+from bladellm_tools.bench.args import (
+    LevelArgs,
+    MockArgs,
+    OutputArgs,
+    RunLevelArgs,
+    SelfCheckArgs,
+    TargetArgs,
+    WorkloadArgs,
+)
 from bladellm_tools.bench.effects import check_effects
 from bladellm_tools.bench.endpoints import Endpoint, Server, parse_endpoint
-from bladellm_tools.bench.environment import environment, flags_in_effect, without_secrets
+from bladellm_tools.bench.environment import environment, flags_in_effect, shown_url, without_secrets
 from bladellm_tools.bench.eventloop import without_collector
+from bladellm_tools.bench.figures import combine
+from bladellm_tools.bench.health import busiest_share
 from bladellm_tools.bench.loads import CAPACITY_TOLERANCE, auto_loads, is_auto, loads_of, next_rate, split_commas
 from bladellm_tools.bench.merging import merged
 from bladellm_tools.bench.metrics import summarise
+from bladellm_tools.bench.mock import check_mock
 from bladellm_tools.bench.plot_curves import spread
 from bladellm_tools.bench.records import Load
+from bladellm_tools.bench.search import passes, why_unknown
+from bladellm_tools.bench.selfcheck import checks_of
+from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.stopping import parse_rules
 from bladellm_tools.bench.turns import make_turns
 from bladellm_tools.recipe import read_recipe
@@ -157,6 +171,11 @@ def test_endpoints() -> None:
         "a=http://h:99999",
         "a=cmd:'x {port}",
         "a=cmd:x",
+        "a=http://h/v1?key=1",
+        "a=http://h/?",
+        "a=http://h/#part",
+        "a=http://h/日本",
+        "a=http://h/a b",
     ):
         with pytest.raises(ConfigError, match="--endpoint"):
             parse_endpoint(text)
@@ -172,6 +191,7 @@ def test_nothing_secret_is_kept() -> None:
     flags = flags_in_effect([target, OutputArgs(title="t")])
     assert "hush" not in str(flags)
     assert flags["title"] == "t"
+    assert shown_url("http://user:hush@h:1/v1") == "http://h:1/v1"
     assert without_secrets("b=cmd:serve --tokenizer t --max_tokens 4") == "b=cmd:serve --tokenizer t --max_tokens 4"
 
 
@@ -189,6 +209,47 @@ def test_merging_tells_endpoints_of_one_name_apart() -> None:
     assert both.endpoints == ["ours@first", "peer", "ours@second"]
     assert len(both.runs) == 3
     assert merged([(Path("x"), one)]) is one
+
+
+def test_merging_tells_folders_of_one_name_apart() -> None:
+    one = simulated_benchmark((2.0,), 1)
+    both = merged([(Path("mon/out"), one), (Path("tue/out"), simulated_benchmark((2.0,), 1))])
+    assert both.endpoints == ["ours@mon/out", "peer@mon/out", "ours@tue/out", "peer@tue/out"]
+    assert {"mon/out: seed", "tue/out: seed"} <= both.flags.keys()
+    with pytest.raises(ConfigError, match=r"--results names .*mon/out twice"):
+        merged([(Path("mon/out"), one), (Path("mon/x/../out"), one)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"freeze_for": 1.0}, "--freeze_every"),
+        ({"freeze_every": 1.0}, "--freeze_for"),
+        ({"freeze_every": 1.0, "freeze_for": 1.0}, "--freeze_for 1 leaves no time"),
+        ({"fault_share": 0.5}, "--fault_share"),
+    ],
+)
+def test_flags_of_the_mock_without_effect_are_refused(flags: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_mock(MockArgs(**flags))
+    check_mock(MockArgs(freeze_every=2, freeze_for=1, fault="cut", fault_share=0.5))
+
+
+def test_a_level_that_the_client_limited_may_pass_and_does_not_fail() -> None:
+    slow, fast = parse_slo(["ttft_p50=1us"]), parse_slo(["ttft_p50=60s"])
+    run = simulated_run("a", 5)
+    assert passes(combine([summarise(run, slow)]), slow) is False
+    run.client.limited = True
+    level = combine([summarise(run, slow)])
+    assert passes(level, slow) is None
+    assert "the client was the limit" in why_unknown(level)
+    assert passes(level, fast) is True
+
+
+def test_text_that_no_path_can_hold_is_refused() -> None:
+    for fields in ({"data": "a\0b"}, {"lora": ["a", "b\0"]}):
+        with pytest.raises(ConfigError, match="NUL"):
+            WorkloadArgs(**fields)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.01, 0.1))
@@ -235,3 +296,17 @@ def test_a_level_leaves_the_collector_as_it_was(frozen: bool) -> None:
         assert (gc.get_freeze_count() > 0) == frozen
     finally:
         gc.freeze()  # as the tests' process had it
+
+
+@pytest.mark.parametrize("streams", [1, 64, 512])
+def test_no_check_of_the_machine_takes_the_place_of_another(streams: int) -> None:
+    assert len(checks_of(SelfCheckArgs(streams=streams))) == 6
+
+
+def test_waiting_for_answers_gives_a_busy_client_no_room() -> None:
+    """Four seconds at a whole core, then four of waiting; a start of less than a second says nothing."""
+    marks = [(0.02 * tick, min(0.02 * tick, 4.0)) for tick in range(1, 401)]
+    assert busiest_share(marks, 8.0) == pytest.approx(0.5)
+    assert busiest_share(marks, 4.0) == pytest.approx(1.0)
+    assert busiest_share(marks, 0.5) == pytest.approx(0.5)
+    assert busiest_share([], 1.0) == 0.0

@@ -147,6 +147,10 @@ def test_plot_merges_folders(tmp_path) -> None:
     assert "<h1>Both</h1>" in done.html
     assert "ours@mon" in done.out
     assert "ours@tue" in done.out
+    assert "blade_llm_bench: " in done.html
+    again = bench("plot", "--results", str(tmp_path / "mon"), folder=tmp_path / "tue")
+    assert again.code == 1
+    assert "holds other results" in again.err
 
 
 def test_plot_refuses_what_is_not_there(tmp_path) -> None:

@@ -161,6 +161,8 @@ ENDINGS = [
     ([], None, Outcome.CUT),
     ([event(text_chunk("a")), event({"error": {"message": "boom"}}), DONE], None, Outcome.STREAM_ERROR),
     ([event({"error": "boom"})], None, Outcome.STREAM_ERROR),
+    ([event({"object": "error", "message": "boom", "code": 400}), DONE], None, Outcome.STREAM_ERROR),
+    ([event(b""), event(text_chunk("a", "stop")), b"data:\n\n", DONE], None, Outcome.OK),
     ([event(text_chunk("a", "abort")), DONE], None, Outcome.STREAM_ERROR),
     ([event(text_chunk("a")), event(b"{broken")], None, Outcome.GARBAGE),
     ([event(b"[1, 2]")], None, Outcome.GARBAGE),

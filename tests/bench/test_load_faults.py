@@ -1,6 +1,7 @@
 """Servers that fail: the level ends, and its records say how every request did."""
 
 import asyncio
+import base64
 import json
 import time
 from collections import Counter
@@ -160,6 +161,20 @@ def test_requests_carry_what_the_target_says() -> None:
     lines = seen[0].decode().split("\r\n")
     assert lines[0] == "POST /v1/completions HTTP/1.1"
     assert {"X-Team: a", "Authorization: Bearer k", "Content-Type: application/json"} <= set(lines)
+    seen.clear()
+    run_loop(run_against(reply, requests=1, headers={"host": "inner", "content-type": "text/json"}))
+    fields = [line.partition(":")[0].lower() for line in seen[0].decode().split("\r\n")[1:] if line]
+    assert sorted(fields) == ["content-length", "content-type", "host"]
+
+
+def test_a_login_in_the_address_is_sent_with_every_request() -> None:
+    with MockProcess(MockArgs()) as mock:
+        url = mock.url.replace("http://", "http://me:pass%40word@")
+        target = run_loop(resolve_target(TargetArgs(), "ours", url))
+        assert target.url == mock.url + "/v1/completions"
+        assert base64.b64decode(target.headers["Authorization"].removeprefix("Basic ")) == b"me:pass@word"
+        with pytest.raises(UserError, match="--api_key"):
+            run_loop(resolve_target(TargetArgs(api_key="k"), "ours", url))
 
 
 def test_nobody_there() -> None:
@@ -187,6 +202,10 @@ def test_the_model_is_asked_for_and_a_path_is_forgiven() -> None:
     [
         ({"header": ["novalue"]}, "--header"),
         ({"header": ["X: a\r\nY: b"]}, "--header"),
+        ({"header": ["content-length: 3"]}, "--header content-length"),
+        ({"header": ["Transfer-Encoding: chunked"]}, "--header Transfer-Encoding"),
+        ({"header": ["X-A: 1", "x-a: 2"]}, "twice"),
+        ({"header": ["authorization: x"], "api_key": "k"}, "--api_key"),
         ({"api_key": "a\nb"}, "--api_key"),
         ({"extra_body": "{"}, "--extra_body"),
         ({"extra_body": "[1]"}, "--extra_body"),

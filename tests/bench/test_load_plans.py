@@ -202,3 +202,19 @@ def test_a_trace_within_the_warm_up_is_refused(tmp_path: Path) -> None:
 def test_a_plan_larger_than_memory_is_refused(workload: dict, level: dict, qps: float) -> None:
     with pytest.raises(ConfigError, match=r"GiB to plan; lower --input_len, --num_requests"):
         plan_requests(WorkloadArgs(**workload), LevelArgs(**level), Load(qps=qps), 0)
+
+
+def test_prompts_of_files_and_prefixes_larger_than_memory_are_refused(tmp_path: Path) -> None:
+    trace = written(tmp_path, [{"t": t, "in": 10**7, "out": 1} for t in range(200)])
+    level = LevelArgs(num_requests=150, warmup=0)
+    with pytest.raises(ConfigError, match=r"GiB to plan; lower --num_requests"):
+        plan_requests(WorkloadArgs(dataset="trace", data=trace), level, Load(qps=1), 0)
+    prompts = written(tmp_path, [{"prompt": "a" * 10**6}])
+    with pytest.raises(ConfigError, match=r"GiB to plan; lower --num_requests"):
+        plan_requests(
+            WorkloadArgs(dataset="jsonl", data=prompts), LevelArgs(num_requests=10**4, warmup=0), Load(qps=1), 0
+        )
+    groups = WorkloadArgs(dataset="prefix", prefix_groups=10**6, prefix_len=1000)
+    for load, one in ((Load(qps=1), level), (Load(concurrency=1), LevelArgs(arrival="closed"))):
+        with pytest.raises(ConfigError, match="lower --prefix_groups or --prefix_len"):
+            plan_requests(groups, one, load, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.errors import CheckpointError, ConfigError
 from bladellm_tools.check import gpu, host, limits, versions
 from bladellm_tools.check.args import CheckArgs
 from bladellm_tools.check.finding import Finding, Status
@@ -249,6 +249,23 @@ def test_check_model_on_the_demo_model_and_its_ruins(demo_model, tmp_path) -> No
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(CheckpointError, match="GPT2LMHeadModel"):
         check_model(CheckArgs(model=str(folder)))
+
+
+def test_check_model_refuses_a_degree_that_the_server_refuses(demo_model, tmp_path, monkeypatch) -> None:
+    """The demo model has six query heads; ranks on a CPU share the host's memory."""
+    import torch
+
+    from bladellm_tools.check import model
+    from bladellm_tools.split.splitting import split_model
+
+    with pytest.raises(ConfigError, match=r"--tensor_parallel_size 7 .* 6 query heads"):
+        model.check_model(CheckArgs(model=str(demo_model), tensor_parallel_size=7))
+    split_model(demo_model, tmp_path / "ranks", (2, 2))
+    assert model.check_model(CheckArgs(model=str(tmp_path / "ranks"), tensor_parallel_size=2)).status is PASS
+    with pytest.raises(ConfigError, match="is split for --tensor_parallel_size 2"):
+        model.check_model(CheckArgs(model=str(tmp_path / "ranks"), tensor_parallel_size=3))
+    monkeypatch.setattr(model, "available_memory", lambda: 12 * GIB)
+    assert model.free_memory(torch.device("cpu"), 3) == 4 * GIB
 
 
 def test_check_model_takes_a_split_model_as_the_one_it_is(demo_model, tmp_path) -> None:
