@@ -1,5 +1,7 @@
 """Signals that stop a server, however many come and whichever of its processes get them."""
 
+import http.client
+import json
 import signal
 import threading
 import time
@@ -61,3 +63,21 @@ def test_signals_that_come_until_the_end_change_nothing(front_ends):
                 ended.set()
             insisting.result()
         assert (code, server.log().count("Traceback")) == (0, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_client_that_still_sends_its_body_is_told_that_the_server_ends(path):
+    with LiveServer() as server:
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        client.putrequest("POST", path)
+        client.putheader("Content-Type", "application/json")
+        client.putheader("Content-Length", "1000")
+        client.endheaders(b'{"model"')
+        server.request("/health")  # the head of the one before has been read
+        server.signal(signal.SIGTERM)
+        response = client.getresponse()
+        assert (response.status, response.headers["Retry-After"], response.headers["Connection"]) == (503, "1", "close")
+        assert json.load(response)["error"]["code"] == "server_shutting_down"
+        assert server.wait() == 0
+        assert "ASGI" not in server.log()
+        client.close()
