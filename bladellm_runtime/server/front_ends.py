@@ -9,7 +9,9 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -86,6 +88,23 @@ class FrontEnds:
         for number in range(1, self.place.front_ends):
             self._serving[number] = asyncio.get_running_loop().create_future()
             self._keepers.append(asyncio.create_task(self._keep(number)))
+
+    async def unless_one_ends(self, start: Coroutine[Any, Any, EngineClient]) -> EngineClient:
+        """The engine of this start. Raises `UserError` as soon as one of them has ended, however long a start takes."""
+        engine = asyncio.create_task(start)
+        ends = self._serving.values()  # None can serve before it is attached to an engine.
+        waits: list[asyncio.Future[Any]] = [engine, *ends]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            return await asyncio.shield(engine)
+        except BaseException:
+            engine.cancel()
+            with contextlib.suppress(asyncio.CancelledError, UserError):
+                await (await engine).close(1.0)
+            raise
 
     async def attach(self, client: EngineClient) -> None:
         """Give them an engine that is ready, and wait until they serve. Raises `UserError` when one of them cannot."""

@@ -231,7 +231,7 @@ class FirstServer(Server):
 
     async def _start_engine(self) -> EngineClient:
         await self._front_ends.start()
-        client = await self._start_own_engine()
+        client = await self._front_ends.unless_one_ends(self._start_own_engine())
         try:
             await self._front_ends.attach(client)
         except BaseException:
