@@ -33,7 +33,7 @@ MAX_HEADERS = 100
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 131072
 """Kernel buffer of a connection: with the transport's 64 KiB it bounds what an unread stream holds."""
-DESCRIPTORS_BESIDE_CONNECTIONS = 128
+DESCRIPTORS_BESIDE_CONNECTIONS, FEWEST_DESCRIPTORS = 128, 64
 _REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -87,12 +87,17 @@ def url_of(listener: socket.socket) -> str:
 
 
 def allow_descriptors(connections: int) -> None:
-    """Raise this process' limit of open files to what the connections may need, as far as it is allowed to."""
+    """Raise this process' limit of open files to what the connections may need, as far as it is allowed to.
+
+    Raises `UserError` for one at which libraries abort the process.
+    """
     wanted = connections + DESCRIPTORS_BESIDE_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if reachable < FEWEST_DESCRIPTORS:
+        raise UserError(f"ulimit -n is {reachable}, too few files to serve with; set it to {wanted} or more")
     resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     if reachable < wanted:
         logger.warning("ulimit -n is %d: --max_connections %d cannot be reached", reachable, connections)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from bladellm_runtime.server.exchange import ClientGone, Exchange
 from bladellm_runtime.server.histogram import Histogram
 from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
-from bladellm_runtime.server.listener import bind, url_of
+from bladellm_runtime.server.listener import allow_descriptors, bind, url_of
 from bladellm_runtime.server.shared_counts import SharedCounts
 
 BOUNDS = (0.001, 0.5, 1.0, 2.0, 100.0)
@@ -269,3 +270,19 @@ def test_flags_that_are_no_text_are_one_sentence_without_their_value(name):
     value = os.fsdecode(b"secret\xff")
     with pytest.raises(ConfigError, match=f"^--{name} is not UTF-8 text; rename what it names, in UTF-8$"):
         ServingArgs(**{name: [value] if name in ("served_model_name", "api_key") else value})
+
+
+@pytest.mark.parametrize(
+    ("hard", "set_to"), [(24, None), (63, None), (64, 64), (10**6, 228), (resource.RLIM_INFINITY, 228)]
+)
+def test_open_files_are_allowed_as_far_as_they_may_be_or_the_start_is_refused(hard, set_to, monkeypatch):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
+    if set_to is None:
+        with pytest.raises(UserError, match=f"ulimit -n is {hard}, too few files to serve with; set it to 228 or more"):
+            allow_descriptors(100)
+        assert found == []
+    else:
+        allow_descriptors(100)
+        assert found == [(set_to, hard)]
