@@ -4,7 +4,7 @@ The command line is generated from these fields (`--` + field name), `LLM(...)` 
 YAML keys are the same names again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -193,6 +193,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_encodable(self)
         for name in ("cuda_graph_batch_sizes", "cuda_graph_prefill_tokens"):
             sizes = getattr(self, name)
             if sizes != sorted(set(sizes)):
@@ -230,6 +231,17 @@ class EngineArgs:
     def step_tokens(self) -> int:
         """`ragged_flash_max_batch_tokens`, or its default on a CPU."""
         return self.ragged_flash_max_batch_tokens or CPU_STEP_TOKENS
+
+
+def _check_encodable(args: EngineArgs) -> None:
+    """Flags go to other processes as UTF-8. Raises `ConfigError` for bytes of the command line that are not."""
+    for item in fields(args):
+        value = getattr(args, item.name)
+        for one in value if isinstance(value, list) else [value]:
+            try:
+                str(one).encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"--{item.name} is not UTF-8 text; rename what it names, in UTF-8") from None
 
 
 @dataclass(frozen=True)

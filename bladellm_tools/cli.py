@@ -323,8 +323,22 @@ def guarded(action: Callable[[], int], debug: bool) -> int:
         return 1
 
 
+def open_standard_streams() -> None:
+    """Let streams that the process was started without lead nowhere: a socket or a child's pipe that got the number of
+    one would be taken for it."""
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def start(action: Callable[[str, list[str]], int], fallback: str) -> NoReturn:
     """Run an entry point with the process's arguments and exit."""
+    open_standard_streams()
     arguments = sys.argv[1:]
     program = Path(sys.argv[0]).name if sys.argv[0].endswith(fallback) else fallback
     code = guarded(lambda: action(program, arguments), "--debug" in arguments)

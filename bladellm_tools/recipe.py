@@ -46,7 +46,8 @@ def _load(path: str) -> dict[Any, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path} is not UTF-8 text") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
+        # The last two from values that are not of the kind that their tag names, as `!!bool maybe`.
         raise ConfigError(f"--config {path} is not valid YAML{_where(error)}") from error
     if content is None:
         return {}

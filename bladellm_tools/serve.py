@@ -1,5 +1,7 @@
 """`blade_llm serve`: start the server, and say on standard output what was started and how to ask it."""
 
+import logging
+import os
 import shlex
 import sys
 import time
@@ -19,6 +21,8 @@ from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.messages import EngineReady
 from bladellm_tools.console import BOLD, gib, styled, table
 
+logger = logging.getLogger(__name__)
+
 
 def run(args: ServingArgs) -> int:
     """Serve until told to stop; on other hosts than the first run its ranks. Returns the exit code."""
@@ -35,9 +39,19 @@ def run(args: ServingArgs) -> int:
         return run_node(replace(args, model=str(folder)), folder)
 
     def on_ready(url: str, client: EngineClient) -> None:
-        print("\n".join(banner(args, url, client.ready, time.monotonic() - started)), flush=True)
+        show(banner(args, url, client.ready, time.monotonic() - started), url)
 
     return serve(args, folder, on_ready=on_ready)
+
+
+def show(lines: list[str], url: str) -> None:
+    """Print the banner. Nobody need read it: where it cannot be written, the server serves all the same."""
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written (%s); serving at %s", error.strerror, url)
+        # What is left in its buffer would fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> list[str]:

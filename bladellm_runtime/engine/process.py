@@ -20,6 +20,7 @@ from bladellm_runtime.errors import UserError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.ranks.group import Home
 from bladellm_runtime.wire.messages import EngineFailed
+from bladellm_runtime.wire.signals import leave_signals_to_starter
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
 ORPHAN_GRACE_SECONDS = 5.0
@@ -115,6 +116,7 @@ class LoopHolder:
 
 def main() -> int:
     """Entry point of the process; returns its exit code."""
+    leave_signals_to_starter()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     log_to_stderr(launch.args.log_level, "engine")
     holder = LoopHolder()

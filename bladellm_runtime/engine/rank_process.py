@@ -20,6 +20,7 @@ from bladellm_runtime.ranks.launch import RankLaunch, flags_of, read_secret
 from bladellm_runtime.ranks.messages import Hello, RankFailed
 from bladellm_runtime.ranks.pulse import Pulses, end_rank
 from bladellm_runtime.ranks.results import ResultSender
+from bladellm_runtime.wire.signals import leave_signals_to_starter
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def connect_ends(launch: RankLaunch, secret: Secret | None) -> tuple[PlanReceive
 
 def main() -> int:
     """Entry point of the process; returns its exit code."""
+    leave_signals_to_starter()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankLaunch)
     launch.bind()
     level = launch.args.log_level

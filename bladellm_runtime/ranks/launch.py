@@ -57,8 +57,9 @@ def meeting_of(args: EngineArgs, folder: Path) -> Meeting:
     host, port = split_address(address)
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--dist_init_addr {address}: {host} is not known here ({error.strerror})") from error
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a name that a host can have"
+        raise ConfigError(f"--dist_init_addr {address}: {host} is not known here ({why})") from error
     numeric = f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
     return Meeting(*(f"tcp://{numeric}:{port + number}" for number in range(3)))
 

@@ -12,13 +12,13 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.ranks.launch import meeting_of, read_secret, start_rank
 from bladellm_runtime.ranks.watchdog import SILENT_SECONDS
+from bladellm_runtime.wire.signals import STOP_SIGNALS
 
 POLL_SECONDS = 0.2
 EXIT_SECONDS = 3.0
 """How long the others may take once one rank has ended: all of them hear of it by themselves."""
 HALTED_SECONDS = SILENT_SECONDS + 1.5
 """How long a rank may be halted: rank 0 is to notice first, which says what happened."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def run_node(args: EngineArgs, folder: Path) -> int:
     read_secret(args)
     meeting = meeting_of(args, folder)
     stop = threading.Event()
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: stop.set())
     processes: list[subprocess.Popen[bytes]] = []
     try:

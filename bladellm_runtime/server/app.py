@@ -5,6 +5,7 @@ import asyncio
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.exchange import EXCHANGE, Exchange, Message, Receive, Scope, Send
 from bladellm_runtime.server.generate import PARSERS, fail_unexpectedly, generate
+from bladellm_runtime.server.limits import unavailable
 from bladellm_runtime.server.state import ServerState
 
 
@@ -57,7 +58,7 @@ class App:
         try:
             await self._cold(exchange.scope, exchange.receive, send)
         except asyncio.CancelledError:
-            exchange.drop()
+            await exchange.cut_short(unavailable("server_shutting_down"))
         except Exception:
             await fail_unexpectedly(exchange)
 

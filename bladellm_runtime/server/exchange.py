@@ -111,6 +111,14 @@ class Exchange:
         await self._start(error.status, [_JSON, (b"content-length", b"%d" % len(body)), *_error_headers(error)])
         await self.end(body)
 
+    async def cut_short(self, error: ApiError) -> None:
+        """Send an error without reading what is left of the body; where an answer has begun, close the connection."""
+        if self.started:
+            self.drop()
+            return
+        self.body_read = True
+        await self.fail(error)
+
     async def end(self, body: bytes) -> None:
         """Send the last part of an answer."""
         self.ended = True

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -21,9 +20,10 @@ import uvloop
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.server.front_ends import READY, EngineEnded, FrontEndLaunch, Order
-from bladellm_runtime.server.lifecycle import ENGINE_START_SECONDS, SIGNALS, Server
+from bladellm_runtime.server.lifecycle import ENGINE_START_SECONDS, Server
 from bladellm_runtime.server.place import Place
 from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.signals import leave_signals_to_starter
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,7 @@ class JoiningServer(Server):
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
-        """Leave signals to the first front end: whoever sends one to all processes means to stop once."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        """Leave signals to the first front end."""
         yield
 
 
@@ -79,6 +77,7 @@ async def serve(launch: FrontEndLaunch, listener: socket.socket) -> int:
 
 def main() -> int:
     """Entry point of the process; returns its exit code."""
+    leave_signals_to_starter()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndLaunch)
     log_to_stderr(launch.args.log_level, f"server {launch.number}")
     listener = socket.socket(fileno=launch.listener)

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
 import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,8 +25,9 @@ from bladellm_runtime.wire.transport import private_folder
 logger = logging.getLogger(__name__)
 
 COMMAND = [sys.executable, "-m", "bladellm_runtime.server.front_end_process"]
-RESTART_SECONDS = 0.5
-"""The pause before a front end that has died is started again."""
+RESTART_SECONDS, LONGEST_RESTART_SECONDS = 0.5, 30.0
+"""The pause before a front end that has died is started again; twice as long after each start at which it does not come
+to serve, up to the second."""
 
 
 class FrontEndLaunch(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,9 +69,13 @@ class FrontEnds:
         self._model_folder = model_folder
         self._listener = listener
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: int | None = None
         self.place = Place()
         if front_ends > 1:
             self._folder = private_folder()
+            # Who tidies temporary folders up leaves locked ones alone, however old the files in them.
+            self._lock = os.open(self._folder.name, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
             self.place = Place.first(Path(self._folder.name), front_ends)
         self._keepers: list[asyncio.Task[None]] = []
         self._processes: dict[int, Process] = {}
@@ -79,6 +88,23 @@ class FrontEnds:
         for number in range(1, self.place.front_ends):
             self._serving[number] = asyncio.get_running_loop().create_future()
             self._keepers.append(asyncio.create_task(self._keep(number)))
+
+    async def unless_one_ends(self, start: Coroutine[Any, Any, EngineClient]) -> EngineClient:
+        """The engine of this start. Raises `UserError` as soon as one of them has ended, however long a start takes."""
+        engine = asyncio.create_task(start)
+        ends = self._serving.values()  # None can serve before it is attached to an engine.
+        waits: list[asyncio.Future[Any]] = [engine, *ends]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            return await asyncio.shield(engine)
+        except BaseException:
+            engine.cancel()
+            with contextlib.suppress(asyncio.CancelledError, UserError):
+                await (await engine).close(1.0)
+            raise
 
     async def attach(self, client: EngineClient) -> None:
         """Give them an engine that is ready, and wait until they serve. Raises `UserError` when one of them cannot."""
@@ -110,10 +136,13 @@ class FrontEnds:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         if self._folder is not None:
             self._folder.cleanup()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     async def _keep(self, number: int) -> None:
         """Run a front end; when it dies while it should serve, put another in its place."""
-        start = 0
+        start, pause = 0, RESTART_SECONDS
         while not self._ending.is_set():
             last_words, code = await self._run(self._launch(number, start))
             if self._ending.is_set():
@@ -127,16 +156,20 @@ class FrontEnds:
             logger.error("front end %d %s; its requests are lost, and another takes its place", number, why)
             self.place.counts.forget(number)
             start += 1
+            pause = RESTART_SECONDS if last_words == READY else min(2 * pause, LONGEST_RESTART_SECONDS)
             if self._client is not None:
                 self._client.attach(number, self._launch(number, start).address)
-            await asyncio.sleep(RESTART_SECONDS)
+            await asyncio.sleep(pause)
 
     async def _run(self, launch: FrontEndLaunch) -> tuple[str, int]:
         """Run one process to its end; returns the sentence it ended with, if any, and its exit code."""
         # In a session of its own, so that Ctrl-C reaches the first front end alone, which then tells the others.
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=PIPE, stdout=PIPE, pass_fds=(launch.listener,), start_new_session=True
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND, stdin=PIPE, stdout=PIPE, pass_fds=(launch.listener,), start_new_session=True
+            )
+        except OSError as error:
+            return f"front end {launch.number} cannot be started: {COMMAND[0]}: {error.strerror}", 1
         self._processes[launch.number] = process
         if self._ending.is_set():
             process.kill()

@@ -46,7 +46,7 @@ async def generate(state: ServerState, exchange: Exchange, parser: Parser) -> No
         await _refuse(state, exchange, unavailable("tokenizer_busy"))
     except asyncio.CancelledError:
         # Only a server that ends cancels its handlers.
-        exchange.drop()
+        await exchange.cut_short(unavailable("server_shutting_down"))
     except Exception:
         await fail_unexpectedly(exchange)
 

@@ -26,6 +26,7 @@ from bladellm_runtime.server.state import ServerState, make_state, served_names
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
 from bladellm_runtime.wire.host import DEFAULT_COMMAND
+from bladellm_runtime.wire.signals import STOP_SIGNALS
 from bladellm_runtime.wire.transport import EnginePort
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ DEAD_ENGINE_SECONDS = 3.0
 """How long a server whose engine died goes on answering 503, so that probes and clients learn of it."""
 COLLECT_AFTER = 20_000
 """Allocations between collections: a step of 256 streams makes a few thousand objects, none of them in cycles."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 OnReady = Callable[[str, EngineClient], None]
 
@@ -190,13 +190,16 @@ class Server:
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self.stop)
+        # Not by the loop's own handlers: where those are removed, a signal ends the process for a moment.
+        before = {
+            number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(self.stop)) for number in STOP_SIGNALS
+        }
         try:
             yield
         finally:
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                # After one, another says nothing new, and must not cut short what is left: other processes, files.
+                signal.signal(number, signal.SIG_IGN if self._stops else handler)
 
 
 class FirstServer(Server):
@@ -228,7 +231,7 @@ class FirstServer(Server):
 
     async def _start_engine(self) -> EngineClient:
         await self._front_ends.start()
-        client = await self._start_own_engine()
+        client = await self._front_ends.unless_one_ends(self._start_own_engine())
         try:
             await self._front_ends.attach(client)
         except BaseException:

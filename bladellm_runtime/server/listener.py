@@ -23,6 +23,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.exchange import ABORT_EXTENSION, WRITE_EXTENSION
+from bladellm_runtime.server.limits import RETRY_SECONDS
 from bladellm_runtime.server.shared_counts import SharedCount
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ MAX_HEADERS = 100
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 131072
 """Kernel buffer of a connection: with the transport's 64 KiB it bounds what an unread stream holds."""
-DESCRIPTORS_BESIDE_CONNECTIONS = 128
+DESCRIPTORS_BESIDE_CONNECTIONS, FEWEST_DESCRIPTORS = 128, 64
 _REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -42,25 +43,37 @@ _REASONS = {
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening. Raises `UserError` when that is not possible."""
+    """A listening socket at the first address of the host that is this machine's. Raises `UserError` without one."""
+    hint = "leave it out, or give 0.0.0.0"
+    if not host:
+        raise UserError(f"--host is empty; {hint}")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UserError(f"--host {host} is not an address of this machine: {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a name that a host can have"
+        raise UserError(f"--host {host} is not an address of this machine: {why}; {hint}") from error
+    for family, kind, protocol, _, address in found:
+        try:
+            return _listen(socket.socket(family, kind, protocol), address)
+        except OSError as error:
+            # A name may have one of IPv6 too, on a machine that has none.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise UserError(
+                    f"--port {port} on {host} cannot be used: {error.strerror}; choose another, or 0"
+                ) from error
+    raise UserError(f"--host {host} is not an address of this machine; {hint}")
+
+
+def _listen(listener: socket.socket, address: Any) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         listener.bind(address)
         # Listening already here makes the port ours while the model loads: a second server fails at once.
         listener.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"--host {host} is not an address of this machine; leave it out, or give 0.0.0.0"
-            ) from error
-        raise UserError(f"--port {port} on {host} cannot be used: {error.strerror}; choose another, or 0") from error
+        raise
     listener.setblocking(False)
     return listener
 
@@ -74,12 +87,17 @@ def url_of(listener: socket.socket) -> str:
 
 
 def allow_descriptors(connections: int) -> None:
-    """Raise this process' limit of open files to what the connections may need, as far as it is allowed to."""
+    """Raise this process' limit of open files to what the connections may need, as far as it is allowed to.
+
+    Raises `UserError` for one at which libraries abort the process.
+    """
     wanted = connections + DESCRIPTORS_BESIDE_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if reachable < FEWEST_DESCRIPTORS:
+        raise UserError(f"ulimit -n is {reachable}, too few files to serve with; set it to {wanted} or more")
     resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     if reachable < wanted:
         logger.warning("ulimit -n is %d: --max_connections %d cannot be reached", reachable, connections)
@@ -307,9 +325,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         body = ApiError(status, message).body()
+        later = b"retry-after: %d\r\n" % RETRY_SECONDS if status == 503 else b""
         self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (status, _REASONS[status], len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
+            % (status, _REASONS[status], len(body), later, body)
         )
         self.transport.close()
         self._abort_later()

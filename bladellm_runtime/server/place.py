@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bladellm_runtime.errors import UserError
 from bladellm_runtime.server.shared_counts import SharedCounts
 from bladellm_runtime.server.shared_readings import SharedReadings
 
@@ -29,6 +30,11 @@ class Place:
 
     @classmethod
     def other(cls, folder: Path, number: int, front_ends: int) -> "Place":
-        """Another one's, in the folder that the first has made."""
-        counts = SharedCounts(folder / "counts", number, front_ends)
+        """Another one's, in the folder that the first has made. Raises `UserError` when somebody has removed it."""
+        try:
+            counts = SharedCounts(folder / "counts", number, front_ends)
+        except OSError as error:
+            raise UserError(
+                f"what the front ends share is not in {folder} any more ({error.strerror}); start the server again"
+            ) from error
         return cls(number, front_ends, counts, SharedReadings(folder, number, front_ends), folder / ADAPTERS)

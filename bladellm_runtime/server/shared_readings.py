@@ -1,5 +1,6 @@
 """Metrics of several front ends: each leaves its reading in a file of a common folder, and any can add them all up."""
 
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import msgspec
 
 from bladellm_runtime.server.histogram import HistogramReading
 from bladellm_runtime.wire.messages import EngineStats
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsReading(msgspec.Struct, array_like=True):
@@ -43,19 +46,31 @@ class SharedReadings:
     def __init__(self, folder: Path, front_end: int, front_ends: int) -> None:
         self._paths = [folder / f"metrics-{number}" for number in range(front_ends)]
         self._own = self._paths[front_end]
+        self._lost = False
+        """Whether the last reading could not be left, on a full disk for example."""
         self._before = _read(self._own)
         if self._before is not None:
             # The requests of the one before have ended with it.
             self._before.running_adapters = self._before.waiting_adapters = []
 
     def publish(self, reading: MetricsReading) -> MetricsReading:
-        """Leave this front end's reading for the others; returns it with what was counted before its start."""
+        """Leave this front end's reading for the others, if there is room for it; returns it with what was counted
+        before its start."""
         if self._before is not None:
             reading = reading + self._before
+        try:
+            self._write(reading)
+            self._lost = False
+        except OSError as error:
+            if not self._lost:
+                logger.warning("other front ends do not learn what this one counts: %s: %s", self._own, error.strerror)
+            self._lost = True
+        return reading
+
+    def _write(self, reading: MetricsReading) -> None:
         written = self._own.with_suffix(".new")
         written.write_bytes(msgspec.msgpack.encode(reading))
         written.replace(self._own)
-        return reading
 
     def total(self, reading: MetricsReading) -> MetricsReading:
         """`reading`, which is this front end's own and published on the way, and the others' latest."""

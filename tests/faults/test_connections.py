@@ -230,7 +230,9 @@ def test_row_37_connection_cap():
         connections = [connect(server) for _ in range(40)]
         refused = 0
         for connection in connections:
-            refused += b" 503 " in read_to_end(connection).split(b"\r\n")[0]
+            head = read_to_end(connection).split(b"\r\n\r\n")[0].split(b"\r\n")
+            refused += b" 503 " in head[0]
+            assert (b" 503 " in head[0]) == (b"retry-after: 1" in head)
             connection.close()
         assert refused >= 20
         assert server.request("/health")[0] == 200

@@ -35,7 +35,7 @@ def to_engine(number: int) -> Deed:
 DEEDS: dict[str, tuple[Deed, str]] = {
     "killed rank": (to_rank(signal.SIGKILL), "rank 1 was killed by signal 9"),
     "halted rank": (to_rank(signal.SIGSTOP), "rank 1 has not answered for"),
-    "terminated rank": (to_rank(signal.SIGTERM), "rank 1 was killed by signal 15"),
+    "hung up rank": (to_rank(signal.SIGHUP), "rank 1 was killed by signal 1"),
     "killed engine": (to_engine(signal.SIGKILL), "the engine process was killed by signal 9"),
 }
 

@@ -1,8 +1,11 @@
 """The server's small parts, each against something independent."""
 
 import asyncio
+import os
+import resource
 import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -13,6 +16,7 @@ from prometheus_client import Histogram as ReferenceHistogram
 
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_runtime.ranks.launch import meeting_of
 from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.errors import ApiError
@@ -20,7 +24,7 @@ from bladellm_runtime.server.exchange import ClientGone, Exchange
 from bladellm_runtime.server.histogram import Histogram
 from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
-from bladellm_runtime.server.listener import bind, url_of
+from bladellm_runtime.server.listener import allow_descriptors, bind, url_of
 from bladellm_runtime.server.shared_counts import SharedCounts
 
 BOUNDS = (0.001, 0.5, 1.0, 2.0, 100.0)
@@ -226,3 +230,59 @@ def test_flags_are_refused_before_the_model_is_loaded(tmp_path, flags, said):
     lora = {"enable_lora": True, "lora_dir": str(tmp_path)} if "admin_api_key_file" in flags else {}
     with pytest.raises(ConfigError, match=said):
         serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path, engine_command=["false"])
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("", "--host is empty; leave it out"),
+        ("a..b", r"--host a\.\.b is not an address of this machine: not a name that a host can have; leave it out"),
+        ("a" * 70, "--host a+ is not an address of this machine: not a name that a host can have; leave it out"),
+        ("[::1]", r"--host \[::1\] is not an address of this machine: .*; leave it out"),
+    ],
+)
+def test_hosts_that_cannot_be_are_one_sentence(host, said):
+    with pytest.raises(UserError, match=said):
+        bind(host, 0)
+    if host and ":" not in host:
+        with pytest.raises(ConfigError, match=r"--dist_init_addr .* is not known here"):
+            meeting_of(ServingArgs(nnodes=2, dist_init_addr=f"{host}:99"), Path("/"))
+
+
+def test_a_name_is_bound_at_the_first_of_its_addresses_that_this_machine_has(monkeypatch):
+    """As "localhost" is where IPv6 is off; a port that is taken at one of them is no reason to take the next."""
+    kinds = (socket.SOCK_STREAM, 6, "")
+    foreign = [(socket.AF_INET6, *kinds, ("2001:db8::1", 0, 0, 0)), (socket.AF_INET, *kinds, ("192.0.2.1", 0))]
+    found = [*foreign, (socket.AF_INET, *kinds, ("127.0.0.1", 0)), (socket.AF_INET, *kinds, ("127.0.0.2", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with bind("name", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        found[2] = (socket.AF_INET, *kinds, listener.getsockname())
+        with pytest.raises(UserError, match="--port 0 on name cannot be used: Address already in use"):
+            bind("name", 0)
+    del found[2:]
+    with pytest.raises(UserError, match="--host name is not an address of this machine; leave it out"):
+        bind("name", 0)
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer_dir", "served_model_name", "api_key", "lora_dir"])
+def test_flags_that_are_no_text_are_one_sentence_without_their_value(name):
+    value = os.fsdecode(b"secret\xff")
+    with pytest.raises(ConfigError, match=f"^--{name} is not UTF-8 text; rename what it names, in UTF-8$"):
+        ServingArgs(**{name: [value] if name in ("served_model_name", "api_key") else value})
+
+
+@pytest.mark.parametrize(
+    ("hard", "set_to"), [(24, None), (63, None), (64, 64), (10**6, 228), (resource.RLIM_INFINITY, 228)]
+)
+def test_open_files_are_allowed_as_far_as_they_may_be_or_the_start_is_refused(hard, set_to, monkeypatch):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
+    if set_to is None:
+        with pytest.raises(UserError, match=f"ulimit -n is {hard}, too few files to serve with; set it to 228 or more"):
+            allow_descriptors(100)
+        assert found == []
+    else:
+        allow_descriptors(100)
+        assert found == [(set_to, hard)]
