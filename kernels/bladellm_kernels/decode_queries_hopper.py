@@ -61,11 +61,13 @@ def load_parts(
         unit = gl.arange(0, SHAPE.units, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         parts += (gl.load(place + unit[None, :, None], mask=inside, other=0.0),)
     else:
-        low = _load_pairs(q, plan, sequence, known, head, first, 0, SHAPE)
+        PAIRS: gl.constexpr = gl.SliceLayout(3, pairs_layout(SHAPE))
+        place, inside = _query_places(q, plan, sequence, known, head, first, PAIRS, SHAPE)
+        low = _load_pairs(place, inside, 0, SHAPE)
         if PARTS == 2:
             parts += low
         else:
-            high = _load_pairs(q, plan, sequence, known, head, first, SHAPE.head_dim // 2, SHAPE)
+            high = _load_pairs(place, inside, SHAPE.head_dim // 2, SHAPE)
             parts += (low[0], high[0], low[1], high[1])
     return parts
 
@@ -97,21 +99,12 @@ def _query_places(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_pairs(
-    q: gl.tuple,
-    plan: gl.tuple,
-    sequence: gl.tensor,
-    known: gl.tensor,
-    head: gl.tensor,
-    first: gl.tensor,
-    NUMBER: gl.constexpr,
-    SHAPE: gl.constexpr,
-) -> gl.tuple:
-    """Of each unit the two numbers that lie beside each other from NUMBER on, in parts."""
+def _load_pairs(place: gl.tensor, inside: gl.tensor, NUMBER: gl.constexpr, SHAPE: gl.constexpr) -> gl.tuple:
+    """Of each unit the two numbers that lie beside each other from NUMBER on, in parts. place, inside: of
+    `_query_places`."""
     LAYOUT: gl.constexpr = pairs_layout(SHAPE)
     OPERAND: gl.constexpr = operand_layout(SHAPE, 1)
     HALF: gl.constexpr = SHAPE.units // 2
-    place, inside = _query_places(q, plan, sequence, known, head, first, gl.SliceLayout(3, LAYOUT), SHAPE)
     units = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     number = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     places = (place + (NUMBER + units * 4)[None, :, None])[:, :, :, None] + number[None, None, None, :]

@@ -76,7 +76,7 @@ WARP_SPECIALIZED_SCHEDULES = {
 
 _MANY_KV_HEADS = 16
 _TOGETHER = 2
-"""Of so many KV heads and more a program takes as many where one's K and V of a token are no more than 128 bytes: of 40
+"""Where K and V of a token and head are no more than 128 bytes, and there are many KV heads, a program takes two: of 40
 heads an H200 reads 256 bytes here and there faster than 128."""
 
 LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
@@ -228,10 +228,10 @@ class DecodeWorkspace:
         )
 
     def programs(self, query_len: int, batch: int = 1, light: bool = False) -> int:
-        """Programs of a KV head, or of a tile of its query rows where one does not take all."""
-        started = self.schedule(query_len, batch, light).ctas_per_sm * multiprocessors(self.device)
-        lanes = self.kv_heads // self.schedule(query_len, batch, light).lane_heads * self.tiles(query_len)
-        return max(1, started // lanes)
+        """Programs of each lane: of the KV heads that one takes, or a tile of their query rows."""
+        schedule = self.schedule(query_len, batch, light)
+        lanes = self.kv_heads // schedule.lane_heads * self.tiles(query_len)
+        return max(1, schedule.ctas_per_sm * multiprocessors(self.device) // lanes)
 
     def tiles(self, query_len: int) -> int:
         """Tiles of `rows` query rows of a KV head."""
