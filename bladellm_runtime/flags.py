@@ -63,7 +63,7 @@ def unwrap_optional(hint: Any) -> tuple[Any, bool]:
 def _check_text(name: str, value: Any) -> None:
     """Refuse characters that no path and no command line can hold; only a recipe can give them."""
     if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
-        raise ConfigError(f"--{name} must be text without NUL characters, got {value!r:.80}")
+        raise ConfigError(f"--{name} must be text without NUL characters")
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
