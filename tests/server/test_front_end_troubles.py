@@ -18,6 +18,7 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server import front_ends
 from bladellm_runtime.server.front_ends import FrontEnds
+from tests.support.front_ends import keep_one_that_served
 from tests.support.live import ROOT, LiveServer, OpenStream, fake_command, until
 
 
@@ -70,9 +71,7 @@ def test_a_front_end_that_cannot_be_started_ends_the_start_or_is_tried_again(tmp
             await asyncio.wait_for(several._serving[1], 5)
         await several.close(5)
         several = FrontEnds(ServingArgs(), tmp_path, listener, 2)
-        several._serving[1] = asyncio.get_running_loop().create_future()
-        several._serving[1].set_result(None)  # as if the first one had served before
-        keeper = asyncio.create_task(several._keep(1))
+        keeper = keep_one_that_served(several)
         await asyncio.sleep(0.05)
         assert not keeper.done(), "nobody starts front end 1 any more"
         monkeypatch.setattr(front_ends, "COMMAND", ["sh", "-c", f"echo >> {tmp_path}/started"])
@@ -98,11 +97,9 @@ def test_a_front_end_that_never_comes_to_serve_is_started_less_and_less_often(tm
         return (front_ends.READY, -9) if len(pauses) == 9 else ("no luck", 1)
 
     async def body() -> None:
-        several._serving[1] = asyncio.get_running_loop().create_future()
-        several._serving[1].set_result(None)
         monkeypatch.setattr(several, "_run", run)
         monkeypatch.setattr(front_ends.asyncio, "sleep", sleep)
-        await several._keep(1)
+        await keep_one_that_served(several)
 
     with socket.socket() as listener:
         several = FrontEnds(ServingArgs(), tmp_path, listener, 2)

@@ -22,6 +22,7 @@ from bladellm_runtime.server import front_ends
 from bladellm_runtime.server.front_ends import FrontEnds
 from tests.server.openai_support import decode, greedy
 from tests.support.fake_tokens import DEMO_MODEL
+from tests.support.front_ends import keep_one_that_served
 from tests.support.late import start_too_late
 from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
 
@@ -294,9 +295,7 @@ def test_front_ends_that_end_before_they_are_told_anything_end_the_start_or_are_
             await asyncio.wait_for(several._serving[1], 20)
         await several.close(5)
         several = FrontEnds(ServingArgs(), tmp_path, listener, 2)
-        several._serving[1] = asyncio.get_running_loop().create_future()
-        several._serving[1].set_result(None)  # as if the first one had served before
-        keeper = asyncio.create_task(several._keep(1))
+        keeper = keep_one_that_served(several)
         await asyncio.wait({keeper}, timeout=0)
         while len(started.read_text()) < 4:
             await asyncio.wait({keeper}, timeout=0.01)
