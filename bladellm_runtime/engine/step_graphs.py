@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.decode_work import SHORT_TOKENS, DecodeWorkspace
 from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
@@ -21,9 +21,6 @@ from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.scheduler.plan import StepPlan
 
 DEFAULT_LARGEST = 256
-LIGHT_TOKENS = 131072
-"""KV tokens of a step up to which attention leaves room on the device for the layer behind it, where linear layers are
-fused: an early start gains some 0.3 ms a step, and attention loses up to 6 % of its bandwidth."""
 
 
 def graph_sizes(args: EngineArgs) -> list[int]:
@@ -43,10 +40,10 @@ def default_sizes(largest: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """The replays of one batch size: forward leaves logits, sampling, by stage of it, takes them. What changes logits
-    goes between. light: forward for steps with no more than `LIGHT_TOKENS`, where that is another one."""
+    goes between. long: forward for steps with more than `SHORT_TOKENS`, where that is another one."""
 
     forward: Work
-    light: Work
+    long: Work
     sampling: list[Work]
 
 
@@ -143,8 +140,8 @@ class StepGraphs:
         elif plan.prefixes:
             self._cascades[size]()
         else:
-            light = graph.light is not graph.forward and plan.starts.sum() <= LIGHT_TOKENS
-            (graph.light if light else graph.forward)()
+            long = graph.long is not graph.forward and plan.starts.sum() > SHORT_TOKENS
+            (graph.long if long else graph.forward)()
         return self._left(len(plan.slots))
 
     def sampling_stage(self) -> int | None:
@@ -162,19 +159,20 @@ class StepGraphs:
     def _capture(self, capture: Capture, size: int) -> StepGraph:
         self.inputs.send(None, size)
         arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
+        fuses = self._workspace is not None and self._model.fuses(size)
+        by_length = self._workspace is not None and self._workspace.differs_by_length(size)
 
-        def forward(light: bool) -> None:
+        def forward(long: bool) -> None:
             batch = self._batch(size)
-            batch.light_decode = light
+            batch.light_decode, batch.long_decode = fuses and not long, long
             self._model.decode(batch, out=out)
 
         samplings: list[Work] = []
         if sampling is not None:
             samplings = [partial(sampling.sample, stage, out, arrays) for stage in range(sampling.stages)]
         captured = capture(partial(forward, False))
-        differs = self._workspace is not None and self._model.fuses(size)
-        light = capture(partial(forward, True)) if differs else captured
-        return StepGraph(captured, light, [capture(work) for work in samplings])
+        long = capture(partial(forward, True)) if fuses or by_length else captured
+        return StepGraph(captured, long, [capture(work) for work in samplings])
 
     def _batch(self, size: int, adapted: bool = False) -> ForwardBatch:
         batch = self.inputs.batch(size, self._last_token, adapted)

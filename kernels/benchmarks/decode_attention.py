@@ -23,7 +23,14 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, row_tile
+from bladellm_kernels.decode_work import (
+    SHORT_TOKENS,
+    DecodeSchedule,
+    DecodeWork,
+    DecodeWorkspace,
+    default_schedule,
+    row_tile,
+)
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.hopper_device import is_hopper
 from bladellm_kernels.kv_format import KV_FORMATS
@@ -144,7 +151,9 @@ def measure(
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
     specialized = is_hopper(device) and not problem.paged
-    plans = schedules or [default_schedule(*shape, warp_specialized=specialized, kv_heads=problem.kv_heads)]
+    long = sum(problem.lens) > SHORT_TOKENS
+    own = default_schedule(*shape, warp_specialized=specialized, kv_heads=problem.kv_heads, long=long)
+    plans = schedules or [own]
     for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())
         try:
@@ -300,7 +309,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         default=[],
         help="fields of DecodeSchedule: block_kv,stages,warps,ctas_per_sm[,segment_blocks,idle_ns,stay_ns,"
-        "warp_specialized]",
+        "warp_specialized,lane_heads]",
     )
     parser.add_argument("--variants", nargs="+", default=["as_is"], choices=["as_is", "apart", "late", "unmerged"])
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")

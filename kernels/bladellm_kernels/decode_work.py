@@ -29,6 +29,9 @@ _MANY_SEQUENCES = 64
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
 _IDLE_NS = 3000
+SHORT_TOKENS = 131072
+"""KV tokens of a step up to which attention had better be `light`, beside linear layers that start early: that gains
+some 0.3 ms a step, and attention loses up to 6 % of its bandwidth. Sequences of more in all are `long`."""
 SEQUENCE_FIELDS = 5
 PROGRAM_FIELDS = 3
 
@@ -75,9 +78,11 @@ WARP_SPECIALIZED_SCHEDULES = {
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
 
 _MANY_KV_HEADS = 16
+_FEW_SEQUENCES = 16
+_FEW_BYTES = 128
 _TOGETHER = 2
-"""Where K and V of a token and head are no more than 128 bytes, and there are many KV heads, a program takes two: of 40
-heads an H200 reads 256 bytes here and there faster than 128."""
+"""Where K and V of a token and head are no more than `_FEW_BYTES`, a program takes two of many KV heads, and of a few
+long sequences: an H200 reads 256 bytes here and there faster than 128, and as fast wherever they lie."""
 
 LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
@@ -92,22 +97,30 @@ def default_schedule(
     light: bool = False,
     warp_specialized: bool = True,
     kv_heads: int = 1,
+    long: bool = False,
 ) -> DecodeSchedule:
     """Tiles of about 32 KiB, K and V together, and as many of them in flight as fit; rows: of a program's queries.
 
-    batch: sequences. light: leave half of an SM's shared memory to the kernel behind, where the format allows it.
-    warp_specialized: whether there is such a kernel for the device and its memory. kv_heads: of the layer.
+    batch: sequences; long: of more than `SHORT_TOKENS` in all. light: leave half of an SM's shared memory to the kernel
+    behind, where the format allows it. warp_specialized: whether there is such a kernel for the device and its memory.
+    kv_heads: of the layer.
     """
     if light and rows == 8 and _is_plain_512(head_dim, format, dtype):
         return next(schedule for most, schedule in LIGHT_SCHEDULES if batch <= most)
-    token_bytes = 2 * format.width(head_dim) * format.dtype(dtype).itemsize
+    token_bytes = _token_bytes(head_dim, format, dtype)
     if warp_specialized and rows == 8 and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
         schedule = WARP_SPECIALIZED_SCHEDULES[token_bytes]
-        heads = gcd(kv_heads, _TOGETHER) if token_bytes <= 128 and kv_heads >= _MANY_KV_HEADS else 1
+        together = kv_heads >= _MANY_KV_HEADS or (long and batch <= _FEW_SEQUENCES)
+        heads = gcd(kv_heads, _TOGETHER) if token_bytes <= _FEW_BYTES and together else 1
         schedule = replace(schedule, block_kv=schedule.block_kv // heads, lane_heads=heads)
     else:
         schedule = _filling_schedule(head_dim, format, dtype, rows, batch)
     return replace(schedule, idle_ns=_IDLE_NS) if light else schedule
+
+
+def _token_bytes(head_dim: int, format: KvFormat, dtype: torch.dtype) -> int:
+    """Of K and V of a token and head."""
+    return 2 * format.width(head_dim) * format.dtype(dtype).itemsize
 
 
 def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
@@ -210,7 +223,8 @@ class DecodeWorkspace:
         self.given_schedule = schedule
         self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
-        programs = {count: max(self.programs(count, batch) for batch in (1, max_batch)) for count in queries}
+        sizes = [(batch, False, long) for batch in (1, max_batch) for long in (False, True)]
+        programs = {count: max(self.programs(count, *size) for size in sizes) for count in queries}
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
@@ -221,15 +235,20 @@ class DecodeWorkspace:
         """Query rows of a KV head that one program takes."""
         return row_tile(query_len * (self.heads // self.kv_heads), self.head_dim, self.dtype)
 
-    def schedule(self, query_len: int, batch: int = 1, light: bool = False) -> DecodeSchedule:
+    def schedule(self, query_len: int, batch: int = 1, light: bool = False, long: bool = False) -> DecodeSchedule:
         rows = self.rows(query_len)
         return self.given_schedule or default_schedule(
-            self.head_dim, self.format, self.dtype, rows, batch, light, self.warp_specialized, self.kv_heads
+            self.head_dim, self.format, self.dtype, rows, batch, light, self.warp_specialized, self.kv_heads, long
         )
 
-    def programs(self, query_len: int, batch: int = 1, light: bool = False) -> int:
+    def differs_by_length(self, batch: int) -> bool:
+        """Whether `long` may make a difference to so many sequences, whatever heads a rank has."""
+        few = _token_bytes(self.head_dim, self.format, self.dtype) <= _FEW_BYTES
+        return self.warp_specialized and few and batch <= _FEW_SEQUENCES
+
+    def programs(self, query_len: int, batch: int = 1, light: bool = False, long: bool = False) -> int:
         """Programs of each lane: of the KV heads that one takes, or a tile of their query rows."""
-        schedule = self.schedule(query_len, batch, light)
+        schedule = self.schedule(query_len, batch, light, long)
         lanes = self.kv_heads // schedule.lane_heads * self.tiles(query_len)
         return max(1, schedule.ctas_per_sm * multiprocessors(self.device) // lanes)
 
@@ -245,13 +264,15 @@ class DecodeWorkspace:
         reads: str = "all",
         shares: torch.Tensor | None = None,
         light: bool = False,
+        long: bool = False,
     ) -> DecodeWork:
         """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
         `ragged_decode_attention`; reads, shares: see `DecodeWork`. Queues one small kernel and never waits. Valid until
         the next step's plan.
 
         light: programs leave room for those of the linear layer behind attention, one a multiprocessor of each. Short
-        contexts gain by that, long ones lose up to 6 % of the bandwidth.
+        contexts gain by that, long ones lose up to 6 % of the bandwidth. long: as in `default_schedule`; no more than
+        another way to the same outputs.
         """
         from bladellm_kernels.decode_plan_triton import launch
 
@@ -261,7 +282,7 @@ class DecodeWorkspace:
                 f"the workspace holds {self.max_batch} sequences of {self.max_query_len} queries, "
                 f"asked for {batch} of {query_len}"
             )
-        count, schedule = self.programs(query_len, batch, light), self.schedule(query_len, batch, light)
+        count, schedule = self.programs(query_len, batch, light, long), self.schedule(query_len, batch, light, long)
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
         # Each for itself: kernels are compiled for pointers at whole 16 bytes.

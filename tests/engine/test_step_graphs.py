@@ -3,17 +3,20 @@
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from bladellm_kernels.decode_work import SHORT_TOKENS
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine import build_runner
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.engine.captured_sampling import GreedySampling, KernelSampling
 from bladellm_runtime.engine.sampling_state import SamplingState
-from bladellm_runtime.engine.step_graphs import StepGraphs
+from bladellm_runtime.engine.step_graphs import StepGraph, StepGraphs
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 from tests.engine import reference
@@ -75,6 +78,16 @@ def test_fused_and_other_steps_take_turns(demo_model, monkeypatch):
             assert 0 < fused.call_count < llm.stats().steps
             assert (capture.replays > 0) == ("cuda_graph_batch_sizes" in sizes)
         assert_equal(demo_model, PROMPTS, found)
+
+
+@pytest.mark.parametrize(("tokens", "replayed"), [(SHORT_TOKENS, "short"), (SHORT_TOKENS + 2, "long")])
+def test_steps_that_read_many_tokens_have_a_graph_of_their_own(tokens, replayed):
+    graphs, ran = object.__new__(StepGraphs), []
+    graphs.inputs, graphs._left = SimpleNamespace(adapted=False), lambda rows: rows
+    graphs._graphs = {4: StepGraph(lambda: ran.append("short"), lambda: ran.append("long"), [])}
+    plan = SimpleNamespace(prefixes=[], starts=np.array([tokens // 2, 0, tokens // 2]), slots=[3, 1, 2])
+    assert graphs.forward(plan, 4) == 3
+    assert ran == [replayed]
 
 
 @pytest.mark.parametrize("fused_rows", [0, 2, 5])
