@@ -88,6 +88,14 @@ class QuantizedLinear(LinearLayer):
         y = self._apply(x, self.packed, self.bias, self.input_scale)
         return y if out is None else out.copy_(y)
 
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.units is None or not len(x):
+            return super().silu_mul(x, out)
+        from bladellm_kernels.unit_linear import unit_linear_silu_mul
+
+        x = x if self.order is None else x.index_select(1, self.order)
+        return unit_linear_silu_mul(x, self.units, self.bias, out=out)
+
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # In float16 x · weight can be out of range before the division of the norm.
         if self.units is None or self.dtype == torch.float16 or rows < FUSED_ROWS:

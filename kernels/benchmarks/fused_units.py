@@ -68,7 +68,7 @@ def random_layer(
     outputs: int, inputs: int, bits: int, groups: int, zeros: bool, dtype: torch.dtype, device: str
 ) -> tuple[UnitWeight, Tensor]:
     """In units, and in float32."""
-    codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, device=device)
+    codes = torch.randint(1, 2**bits, (outputs, inputs), dtype=torch.uint8, device=device)
     spread = 2**bits / 12**0.5 * inputs**0.5
     scales = ((torch.rand(outputs, groups, device=device) + 0.5) / spread).to(dtype)
     points = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=device) if zeros else None

@@ -10,9 +10,18 @@ from bladellm_kernels.hopper_device import is_other_gpu
 from bladellm_kernels.many_tokens_triton import many_tokens_kernel
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.row_blocks import block_slices
+from bladellm_kernels.silu_mul import silu_mul
 from bladellm_kernels.unit_call import UnitCall, unit_arguments, unit_shape
 from bladellm_kernels.unit_launch import launch_units
-from bladellm_kernels.unit_schedules import Dense, ManyTokens, Schedule, split_count, unit_schedule
+from bladellm_kernels.unit_schedules import (
+    Dense,
+    ManyTokens,
+    Ring,
+    Schedule,
+    gated_schedule,
+    split_count,
+    unit_schedule,
+)
 from bladellm_kernels.weight_units import TILE_ROWS, TOKEN_TILES, UnitWeight
 
 
@@ -44,6 +53,31 @@ def unit_linear(
         _dense(x, weight, bias, y, chosen)
     else:
         launch_units(call, chosen)
+    return y
+
+
+def unit_linear_silu_mul(
+    x: torch.Tensor,
+    weight: UnitWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    schedule: Ring | None = None,
+) -> torch.Tensor:
+    """`silu(gate) · up` of `unit_linear`, [T, rows / 2], the gate's outputs first; unrounded before the gate where one
+    kernel computes it.
+
+    out: [T, rows / 2] of x's type, rows contiguous. Returns it, or a new tensor.
+    """
+    chosen = schedule or gated_schedule(len(x), weight.rows, weight.group_steps < 0, not is_other_gpu(x.device))
+    if chosen is None:
+        return silu_mul(unit_linear(x, weight, bias), out=out)
+    y = x.new_empty(len(x), weight.rows // 2) if out is None else out
+    if y.shape != (len(x), weight.rows // 2) or y.dtype != x.dtype or y.stride(1) != 1:
+        raise ValueError(
+            f"out must be {x.dtype} [{len(x)}, {weight.rows // 2}], rows contiguous, got {y.dtype} {list(y.shape)}"
+        )
+    launch_units(UnitCall(x, weight, y, bias, parts=2), chosen)
     return y
 
 

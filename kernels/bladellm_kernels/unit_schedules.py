@@ -147,6 +147,15 @@ SCHEDULES: dict[int, dict[Kind, Schedule]] = {
 """By the largest number of tokens, and the kind of weight; beyond them `Dense`."""
 
 
+GATED_SCHEDULES = {
+    32: Ring(outputs=64, tokens=32, wide=2, stages=4, splits=1),
+    64: Ring(outputs=64, tokens=64, wide=2, stages=3, steps=1, splits=1),
+}
+"""The same of gate-up projections that apply the gate, without a norm."""
+
+LEAST_GATED = 17
+"""Fewest tokens of those: an operator apart is as fast of fewer."""
+
 _STREAM_GATED = Streamed(rows=16, warps=16, steps=2, depth=1)
 _RING_GATED = Ring(outputs=64, tokens=16, wide=2, stages=4, splits=1)
 
@@ -171,6 +180,14 @@ def norm_schedule(tokens: int, rows: int, columns: int, gated: bool, rings: bool
         kind = "middle"
     chosen = next((kinds[kind] for most, kinds in NORM_SCHEDULES.items() if tokens <= most), None)
     return None if isinstance(chosen, Ring) and not rings else chosen
+
+
+def gated_schedule(tokens: int, rows: int, fine: bool = False, rings: bool = True) -> Ring | None:
+    """The schedule of a gate-up projection of `rows` outputs, None where the gate is better applied apart; arguments as
+    in `unit_schedule`."""
+    if not rings or fine or tokens < LEAST_GATED or rows % (2 * TILE_ROWS):
+        return None
+    return next((ring for most, ring in GATED_SCHEDULES.items() if tokens <= most), None)
 
 
 def unit_schedule(tokens: int, rows: int, columns: int, fine: bool = False, rings: bool = True) -> Schedule:
