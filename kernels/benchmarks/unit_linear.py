@@ -9,8 +9,8 @@ is checked against float32 first, its output poisoned. The last table is a whole
 shape with its best schedule and with the default one, and the head in bfloat16.
 gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
 steps, tiles ahead[, tokens of a program, programs an SM]. many: rows, tokens,
-warps, stages, programs an SM, prefetch[, 1 to fold scales into codes]. dense: rows. ring: outputs, tokens, groups
-beside each other, stages, steps of a tile[, groups by turns, programs of a block, 1 to fold].
+warps, stages, programs an SM, prefetch. dense: rows. ring: outputs, tokens, groups beside each other, stages, steps of
+a tile[, groups by turns, programs of a block, 1 to fold scales into codes, stages asked for early].
 """
 
 import argparse
@@ -39,8 +39,8 @@ CANDIDATES = {
     "ring:64,32,4,4,2,1,1 ring:64,32,4,8,1,1,1 ring:128,32,2,4,2,1,1",
     64: "many:128,64,4,3,2,128 many:128,64,8,4,2,128 ring:64,64,1,6,1,3,2 ring:64,64,1,6,1,3,1 ring:64,64,4,6,1,1,1 "
     "ring:128,64,2,3,2,1,1",
-    128: "many:128,64,8,4,2,128 ring:64,64,1,6,1,3,1 ring:64,128,2,2,1",
-    256: "many:128,64,8,4,2,128 many:256,128,8,3,1,128,1 ring:64,128,2,2,1",
+    128: "many:128,64,8,4,2,128 ring:64,64,1,6,1,3,4 ring:64,128,1,4,1,2,1,1 ring:64,128,2,3,1,1,1,1",
+    256: "many:128,64,8,4,2,128 ring:64,64,1,6,1,3,4 ring:64,128,1,4,1,2,1,1 ring:64,128,2,3,1,1,1,1",
 }
 """Schedules by the largest number of tokens they are meant for."""
 

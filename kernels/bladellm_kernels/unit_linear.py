@@ -103,7 +103,7 @@ def _many_tokens(call: UnitCall, schedule: ManyTokens) -> None:
         x, call.arguments, call.out if call.bias is None else call.bias, call.out,
         x.new_empty(room, dtype=torch.float32), weight.arrived, x.stride(0), x.stride(1), call.out.stride(0), len(x),
         weight.rows, weight.columns, splits, SHAPE=call.shape(1), ROWS=schedule.rows, TOKENS=schedule.tokens,
-        SPLIT=splits > 1, FOLD=schedule.fold, STAGES=schedule.stages, PREFETCH=schedule.prefetch,
+        SPLIT=splits > 1, STAGES=schedule.stages, PREFETCH=schedule.prefetch,
         HAS_BIAS=call.bias is not None, num_warps=schedule.warps, **early_launch(x.device),
     )  # fmt: skip
 

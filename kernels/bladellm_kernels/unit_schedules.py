@@ -61,8 +61,7 @@ class Streamed:
 class ManyTokens:
     """`many_tokens_kernel`: tiles of `rows` outputs (64, 128 or 256) and `tokens` tokens.
 
-    programs_per_sm: K is split until there are about so many programs. fold: scales are multiplied into the codes and
-    rounded to the activations' type: worth it where sums fill the registers.
+    programs_per_sm: K is split until there are about so many programs.
     """
 
     rows: int
@@ -71,7 +70,6 @@ class ManyTokens:
     stages: int
     programs_per_sm: int
     prefetch: int = 128
-    fold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,9 @@ class Ring:
     `tokens`; `deep` groups take them by turns, and `stages`, a multiple of deep, are there or on their way.
 
     splits: most programs that share the K of a block of outputs, fewer where the GPU has not as many; 0: tiles are
-    divided evenly among all multiprocessors, whatever blocks they belong to. fold: as above.
+    divided evenly among all multiprocessors, whatever blocks they belong to. fold: scales are multiplied into the codes
+    and rounded to the activations' type: worth it where sums fill the registers. early: stages that are
+    asked for before the inputs are ready, 0 for all: what a small kernel in front reads waits behind them.
     """
 
     outputs: int
@@ -99,6 +99,7 @@ class Ring:
     deep: int = 1
     splits: int = 0
     fold: bool = False
+    early: int = 0
 
 
 NormSchedule = Gemv | Streamed | Ring
@@ -119,16 +120,20 @@ SMALL_ROWS, MIDDLE_ROWS, BROAD_ROWS = 4096, 8192, 16384
 
 _MANY_64 = ManyTokens(rows=128, tokens=64, warps=8, stages=4, programs_per_sm=2)
 _MANY_64_WIDE = ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_sm=2)
-_MANY_128 = ManyTokens(rows=256, tokens=128, warps=8, stages=3, programs_per_sm=1, fold=True)
 _GEMV = Gemv(rows=16, warps=4, steps=4)
-_STREAM = Streamed(rows=16, warps=16, steps=2, depth=1)
-_STREAM_WIDE = Streamed(rows=16, warps=16, steps=2, depth=2)
+_STREAM = Streamed(rows=16, warps=16, steps=2, depth=2)
 _STREAM_LONG = Streamed(rows=16, warps=8, steps=2, depth=2, programs_per_sm=2)
-_RING_WIDE = {most: Ring(outputs=64, tokens=most, wide=4, stages=4, splits=1) for most in (8, 16, 32)}
+_RING_FEW = Ring(outputs=64, tokens=8, wide=1, stages=9, steps=1, deep=3, splits=2, early=3)
+_RING_WIDE = {
+    most: Ring(outputs=64, tokens=most, wide=4, stages=4, splits=1, early=early)
+    for most, early in ((8, 1), (16, 0), (32, 0))
+}
 _RING = {
     most: Ring(outputs=64, tokens=most, wide=1, stages=9 if most <= 32 else 6, steps=1, deep=3, splits=4)
     for most in (16, 32, 64)
 }
+_RING_128 = Ring(outputs=64, tokens=128, wide=1, stages=4, steps=1, deep=2, splits=1, fold=True)
+_RING_WIDE_128 = Ring(outputs=64, tokens=128, wide=2, stages=3, steps=1, splits=1, fold=True)
 
 
 def _of_all(schedule: Schedule) -> dict[Kind, Schedule]:
@@ -136,31 +141,34 @@ def _of_all(schedule: Schedule) -> dict[Kind, Schedule]:
 
 
 SCHEDULES: dict[int, dict[Kind, Schedule]] = {
-    4: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_WIDE, "broad": _STREAM_WIDE, "long": _STREAM_LONG},
-    8: {"small": _STREAM, "middle": _GEMV, "wide": _RING_WIDE[8], "broad": _STREAM_WIDE, "long": _STREAM_LONG},
+    4: {"small": _STREAM, "middle": _GEMV, "wide": _RING_WIDE[8], "broad": _STREAM, "long": _STREAM_LONG},
+    8: {"small": _STREAM, "middle": _RING_FEW, "wide": _RING_WIDE[8], "broad": _STREAM, "long": _STREAM_LONG},
     16: _of_all(_RING[16]) | {"wide": _RING_WIDE[16]},
     32: _of_all(_RING[32]) | {"wide": _RING_WIDE[32]},
     64: _of_all(_RING[64]) | {"wide": _MANY_64_WIDE},
-    128: _of_all(_MANY_64),
-    256: _of_all(_MANY_64) | {"wide": _MANY_128, "broad": _MANY_128},
+    96: _of_all(_MANY_64) | {"middle": _RING_128, "wide": _RING_WIDE_128},
+    128: _of_all(_RING[64]) | {"middle": _RING_128, "wide": _RING_WIDE_128},
+    192: _of_all(_MANY_64) | {"small": _RING[64], "wide": _RING_WIDE_128, "long": _RING[64]},
+    256: _of_all(_MANY_64) | {"wide": _RING_WIDE_128},
 }
 """By the largest number of tokens, and the kind of weight; beyond them `Dense`."""
 
 
 GATED_SCHEDULES = {
-    32: Ring(outputs=64, tokens=32, wide=2, stages=4, splits=1),
+    32: Ring(outputs=64, tokens=32, wide=2, stages=3, splits=1, early=1),
     64: Ring(outputs=64, tokens=64, wide=2, stages=3, steps=1, splits=1),
+    256: _RING_WIDE_128,
 }
 """The same of gate-up projections that apply the gate, without a norm."""
 
 LEAST_GATED = 17
 """Fewest tokens of those: an operator apart is as fast of fewer."""
 
-_STREAM_GATED = Streamed(rows=16, warps=16, steps=2, depth=1)
+_STREAM_NORM = Streamed(rows=16, warps=16, steps=2, depth=1)
 _RING_GATED = Ring(outputs=64, tokens=16, wide=2, stages=4, splits=1)
 
 NORM_SCHEDULES: dict[int, dict[Kind, NormSchedule]] = {
-    8: {"small": _STREAM, "middle": _GEMV, "wide": _STREAM_GATED, "long": _STREAM_LONG},
+    8: {"small": _STREAM_NORM, "middle": _GEMV, "wide": _STREAM_NORM, "long": _STREAM_LONG},
     16: {"small": _RING[16], "middle": _RING[16], "wide": _RING_GATED, "long": _RING[16]},
 }
 """The same of layers with norms, whatever their groups. Those with a gate are wide, other wide ones take what is for
@@ -196,7 +204,9 @@ def unit_schedule(tokens: int, rows: int, columns: int, fine: bool = False, ring
     kind = weight_kind(rows, columns)
     kind = "broad" if kind == "wide" and (fine or not rings) else kind
     chosen = next((kinds[kind] for most, kinds in SCHEDULES.items() if tokens <= most), Dense())
-    return _MANY_64 if isinstance(chosen, Ring) and not rings else chosen
+    if isinstance(chosen, Ring) and not rings:
+        return _GEMV if tokens <= _GEMV.tokens else _MANY_64
+    return chosen
 
 
 def weight_kind(rows: int, columns: int) -> Kind:

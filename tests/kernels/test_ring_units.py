@@ -10,7 +10,7 @@ from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.hopper_device import is_other_gpu
 from bladellm_kernels.linear_reference import reference_linear
 from bladellm_kernels.unit_schedules import Gemv, Ring, Streamed, norm_schedule, ring_programs, unit_schedule
-from bladellm_kernels.weight_units import pack_units
+from bladellm_kernels.weight_units import TOKEN_TILES, pack_units
 
 from tests.kernels.hopper import compiled_launches
 from tests.kernels.sass import spills_in_the_loop
@@ -27,6 +27,8 @@ CASES = [
     (4, 300, 896, 14, True, 7, Ring(128, 8, 3, 3)),
     (4, 200, 1155, 1, True, 9, Ring(64, 16, 2, 2, deep=2)),
     (4, 200, 1024, 4, True, 9, Ring(128, 16, 2, 2, fold=True)),
+    (4, 130, 1024, 8, False, 20, Ring(64, 8, 1, 4, steps=1, deep=2, splits=1, fold=True, early=1)),
+    (4, 333, 1024, 8, False, 6, Ring(64, 8, 2, 3, steps=1, splits=1, early=2)),
     (4, 90, 643, 1, False, 3, Ring(64, 8, 4, 2, fold=True)),
     (8, 148, 320, 5, False, 2, Ring(64, 8, 1, 4, deep=4, splits=3)),
     (8, 148, 320, 10, False, 2, Ring(128, 8, 2, 2, steps=4, fold=True)),
@@ -139,19 +141,20 @@ def test_programs_share_no_more_blocks_than_fill_the_gpu(rows, columns, programs
     assert ring_programs(schedule, 3, 1, 132) == 3
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 5, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 96, 128, 192, 256])
 def test_every_ring_of_the_table_fits_a_multiprocessor(tokens):
-    """Its shared memory, and that its tiles hold so many tokens, for layers of all kinds."""
+    """Its shared memory, for layers of all kinds; and that the weight has counters for all tiles of tokens."""
     shapes = itertools.product((1, 4096, 8192, 10240, 16384, 57344), (512, 4096, 14336), (False, True))
     chosen = {unit_schedule(tokens, *shape) for shape in shapes}
     for ring in (each for each in chosen if isinstance(each, Ring)):
-        assert ring.tokens >= tokens
+        assert -(-tokens // ring.tokens) <= TOKEN_TILES
+        assert ring.early <= ring.stages
         assert ring.stages % ring.deep == 0
         inputs = 128 * ring.steps
         stage = ring.wide * ring.outputs * inputs // 2 + 2 * ring.tokens * inputs
         meetings = 4 * (ring.deep - 1) * ring.wide * ring.outputs * ring.tokens
         assert ring.stages * stage + meetings < 226 * 1024, ring
-    assert tokens < 9 or any(isinstance(each, Ring) for each in chosen)
+    assert any(isinstance(each, Ring) for each in chosen)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
@@ -207,7 +210,7 @@ def test_every_shape_can_be_described_to_the_copy_engine(tokens, columns):
         assert found.shape == [tokens, columns]
     weight = pack_units(*layer(130, columns, 1, 4, False), 4)
     for parts in (1, 2):
-        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, 1, parts, 1, 0))
+        found = _described_units(weight, UnitTile(8, 64, 128, 2, 4, 1, parts, 1, 0, 2))
         assert found.shape == [parts, len(weight.codes) // parts, weight.steps * 64, 32]
 
 
