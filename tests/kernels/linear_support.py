@@ -19,6 +19,8 @@ from bladellm_kernels.linear_launch import (
 from bladellm_kernels.linear_schedules import DotSchedule, GemvSchedule, Schedule
 from bladellm_kernels.linear_tile_triton import tile_sectors
 
+from tests.kernels.hopper import products_left_under_way
+
 
 def linear_call(sizes, dtype, parts=1, extras=False, device="cpu") -> LinearCall:
     """sizes: M, N, K. x and out are views of wider rows, NaN beside them; extras: bias and residual."""
@@ -100,6 +102,7 @@ def compiled_for_hopper(monkeypatch, sizes, schedule: Schedule, parts: int, dtyp
         programs = 132 * schedule.programs or -(-outputs // schedule.block_n)
         launch_tiles = launch_dot if isinstance(schedule, DotSchedule) else launch_hopper
         launch_tiles(call, schedule, programs, new_workspace(x.device, 16, 16))
+    assert not products_left_under_way(compiled[0].asm["ttgir"])
     return compiled[0]
 
 

@@ -6,6 +6,7 @@ from bladellm_kernels.fp8_linear import fp8_linear_reference
 from bladellm_kernels.int8_matmul import pad_weight
 from bladellm_kernels.w8a8_linear import w8a8_linear_reference
 
+from tests.kernels.hopper import products_left_under_way
 from tests.kernels.interpreted import run_interpreted
 
 
@@ -78,7 +79,9 @@ def test_the_product_compiles_for_hopper(code, sum_type, product):
     free = ("tokens", "splits", *constants)
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in free}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert not products_left_under_way(compiled.asm["ttgir"])
+    text = compiled.asm["ptx"]
     assert "wgmma.mma_async" in text
     assert product in text
     assert "cp.async.cg.shared.global [" in text

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.conditions import assert_close
+from tests.kernels.hopper import products_left_under_way
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.prefill_support import SPANS, hopper, kv_memory, prefill_case
 from tests.support.cases import some_of
@@ -167,6 +168,7 @@ def compiled_text(name: str, dtype: torch.dtype, heads: tuple[int, int, int], pa
             FIELDS=9, SHAPE=shape, num_warps=tile.warps, num_stages=tile.stages, grid=(1,), EARLY=True,
             launch_pdl=True,
         )  # fmt: skip
+    assert not products_left_under_way(compiled.asm["ttgir"])
     return compiled.asm["ptx"]
 
 

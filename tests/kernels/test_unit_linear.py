@@ -8,6 +8,7 @@ from bladellm_kernels.linear_reference import reference_linear
 from bladellm_kernels.unit_schedules import SCHEDULES, ManyTokens
 from bladellm_kernels.weight_units import pack_units, unit_group_size
 
+from tests.kernels.hopper import products_left_under_way
 from tests.kernels.interpreted import run_interpreted
 
 MIDDLE = {4: 8.0, 8: 128.0}
@@ -191,7 +192,9 @@ def compiled_text(kernel, dtype, constants, warps) -> str:
     ]
     attributes = {place: [["tt.divisibility", 16]] for place in places}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert not products_left_under_way(compiled.asm["ttgir"])
+    return compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(
