@@ -11,7 +11,7 @@ neighbours. Schedules are written as for `unit_linear.py`. The first two layers 
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,8 @@ from bladellm_kernels.normed_linear import normed_linear
 from bladellm_kernels.normed_unit_linear import normed_unit_linear, unit_linear_add
 from bladellm_kernels.rms_norm import add_rms_norm, rms_norm
 from bladellm_kernels.silu_mul import silu_mul
-from bladellm_kernels.unit_linear import unit_linear
-from bladellm_kernels.unit_schedules import Kind, NormSchedule, norm_schedule
+from bladellm_kernels.unit_linear import unit_linear, unit_linear_silu_mul
+from bladellm_kernels.unit_schedules import Kind, NormSchedule, Schedule, norm_schedule
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from fused_chain import EPS, LLAMA_8B, Sizes, queries_only, reference
 from fused_chain import Weights as DenseWeights
@@ -95,15 +95,22 @@ def random_weights(sizes: Sizes, bits: int, group: int, zeros: bool, dtype: torc
     return Weights(units, norms, head, DenseWeights({**dense, "head": [head]}, norms_checked))
 
 
-def apart(weights: Weights, x: Tensor, layers: int) -> Tensor:
-    """Norms with the residual addition, and gates, between the linear layers. Returns the logits."""
+def apart(weights: Weights, x: Tensor, layers: int, chosen: Mapping[str, Schedule | None] = {}) -> Tensor:
+    """Norms with the residual addition, and gates that no kernel of a layer applies, between the linear layers. Returns
+    the logits. chosen: schedules in place of the table's by the kind of layer, and of "gated" layers or None for
+    none."""
     stream, normed = x, rms_norm(x, weights.norms[0], EPS)
     for layer in range(layers):
         qkv, o, gate_up, down = (weights.units[name][layer] for name in KINDS)
-        attended = unit_linear(queries_only(unit_linear(normed, qkv), layer, x.shape[1]), o)
+        mixed = queries_only(unit_linear(normed, qkv, schedule=chosen.get("middle")), layer, x.shape[1])
+        attended = unit_linear(mixed, o, schedule=chosen.get("small"))
         normed, stream = add_rms_norm(attended, stream, weights.norms[2 * layer + 1], EPS)
-        inner = silu_mul(unit_linear(normed, gate_up))
-        normed, stream = add_rms_norm(unit_linear(inner, down), stream, weights.norms[2 * layer + 2], EPS)
+        if "gated" in chosen and chosen["gated"] is None:
+            inner = silu_mul(unit_linear(normed, gate_up, schedule=chosen.get("wide")))
+        else:
+            inner = unit_linear_silu_mul(normed, gate_up, schedule=chosen.get("gated"))
+        added = unit_linear(inner, down, schedule=chosen.get("long"))
+        normed, stream = add_rms_norm(added, stream, weights.norms[2 * layer + 2], EPS)
     return linear(normed, weights.head)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bladellm_kernels.unit_schedules import Ring
+from bladellm_kernels.unit_schedules import GATED_SCHEDULES, Gemv, Ring, Streamed, unit_schedule
 from bladellm_kernels.weight_units import pack_units
 
 from tests.kernels.hopper import compiled_launches
@@ -35,9 +35,24 @@ def test_both_chains_are_the_same_step(script, bits, group, zeros, monkeypatch):
     x = torch.randn(3, 64)
     expected = reference(weights.dense, x, partial(script.queries_only, hidden=64))
     found = script.apart(weights, x, 2), script.fused(weights, x, 2, script.default_schedules(3))
+    others = {"middle": Gemv(16, 2, 1), "small": Streamed(16, 4, 1, 2), "gated": None, "wide": Gemv(32, 4, 1)}
+    found += (script.apart(weights, x, 2, others),)
     for logits in found:
         torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-3)
     assert script.error(weights, script.apart, x) == "0.0000"
+
+
+def test_candidates_of_steps_apart_are_the_runtimes_and_those_given(script):
+    search = importlib.import_module("apart_units")
+    found = list(search.candidates(["long=gemv:16,4,4 stream:16,8,2,1", "gated=none ring:64,8,2,3,1,1,1,1,2"]))
+    assert [kind for kind, _ in found] == ["long", "long", "gated", "gated"]
+    assert found[2][1] is None
+    assert found[3][1] == Ring(64, 8, 2, 3, 1, 1, 1, fold=1, early=2)
+    table = search.table_schedules(40, fine=False)
+    assert table == {
+        "middle": unit_schedule(40, 6144, 4096), "small": unit_schedule(40, 4096, 4096),
+        "wide": unit_schedule(40, 28672, 4096), "gated": GATED_SCHEDULES[64], "long": unit_schedule(40, 4096, 14336),
+    }  # fmt: skip
 
 
 @pytest.mark.slow
