@@ -1,10 +1,12 @@
 """The requests before ready run in every engine, however small, and leave nothing behind."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from bladellm_kernels.linear_schedules import MAX_ROWS
 from bladellm_kernels.row_schedule import FEW_ROWS
+from bladellm_kernels.unit_schedules import SCHEDULES
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
@@ -59,6 +61,16 @@ def test_lengths_are_of_every_kind():
     assert any(length % 16 == 0 for length in lengths)
     assert any(length > 64 and length % 16 for length in lengths)
     assert max(lengths) > chunk
+
+
+def test_every_schedule_of_quantized_layers_has_a_length():
+    """Without captured steps nothing else would compile its kernel before ready."""
+    ends = [0, *SCHEDULES]
+    groups = thorough_groups(SchedulerLimits(8192, 8192, 10**6, frozenset(), 50))
+    steps = [sum(length for length, _ in group) for group in groups]
+    for before, most in pairwise(ends):
+        assert any(before < tokens <= most for tokens in steps), most
+    assert max(steps) > ends[-1]
 
 
 def test_long_steps_want_few_rows_and_many_of_all():
