@@ -68,6 +68,7 @@ def random_layer(
     outputs: int, inputs: int, bits: int, groups: int, zeros: bool, dtype: torch.dtype, device: str
 ) -> tuple[UnitWeight, Tensor]:
     """In units, and in float32."""
+    # Around the middle: outputs would have a part in common otherwise, which errors of a step grow with.
     codes = torch.randint(1, 2**bits, (outputs, inputs), dtype=torch.uint8, device=device)
     spread = 2**bits / 12**0.5 * inputs**0.5
     scales = ((torch.rand(outputs, groups, device=device) + 0.5) / spread).to(dtype)

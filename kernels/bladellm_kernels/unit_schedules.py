@@ -87,8 +87,8 @@ class Ring:
 
     splits: most programs that share the K of a block of outputs, fewer where the GPU has not as many; 0: tiles are
     divided evenly among all multiprocessors, whatever blocks they belong to. fold: scales are multiplied into the codes
-    and rounded to the activations' type: worth it where sums fill the registers. early: stages that are
-    asked for before the inputs are ready, 0 for all: what a small kernel in front reads waits behind them.
+    and rounded to the activations' type: worth it where sums fill the registers. early: stages that are asked for
+    before the inputs are ready, 0 for all: what a small kernel in front reads waits behind them.
     """
 
     outputs: int
