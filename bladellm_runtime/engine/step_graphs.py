@@ -159,8 +159,9 @@ class StepGraphs:
     def _capture(self, capture: Capture, size: int) -> StepGraph:
         self.inputs.send(None, size)
         arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
-        fuses = self._workspace is not None and self._model.fuses(size)
-        by_length = self._workspace is not None and self._workspace.differs_by_length(size)
+        workspace = self._workspace
+        fuses = workspace is not None and self._model.fuses(size)
+        differs = fuses or (workspace is not None and workspace.differs_by_length(size))
 
         def forward(long: bool) -> None:
             batch = self._batch(size)
@@ -171,7 +172,7 @@ class StepGraphs:
         if sampling is not None:
             samplings = [partial(sampling.sample, stage, out, arrays) for stage in range(sampling.stages)]
         captured = capture(partial(forward, False))
-        long = capture(partial(forward, True)) if fuses or by_length else captured
+        long = capture(partial(forward, True)) if differs else captured
         return StepGraph(captured, long, [capture(work) for work in samplings])
 
     def _batch(self, size: int, adapted: bool = False) -> ForwardBatch:

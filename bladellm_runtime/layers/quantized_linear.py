@@ -83,18 +83,15 @@ class QuantizedLinear(LinearLayer):
         self._apply = operator.apply
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.order is not None:
-            x = x.index_select(1, self.order)
-        y = self._apply(x, self.packed, self.bias, self.input_scale)
+        y = self._apply(self._ordered(x), self.packed, self.bias, self.input_scale)
         return y if out is None else out.copy_(y)
 
     def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.units is None or not len(x):
+        if self.units is None:
             return super().silu_mul(x, out)
         from bladellm_kernels.unit_linear import unit_linear_silu_mul
 
-        x = x if self.order is None else x.index_select(1, self.order)
-        return unit_linear_silu_mul(x, self.units, self.bias, out=out)
+        return unit_linear_silu_mul(self._ordered(x), self.units, self.bias, out=out)
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # In float16 x · weight can be out of range before the division of the norm.
@@ -126,12 +123,15 @@ class QuantizedLinear(LinearLayer):
             return super().add(x, residual, norm_weight, eps)
         from bladellm_kernels.normed_unit_linear import unit_linear_add
 
-        x = x if self.order is None else x.index_select(1, self.order)
-        return residual, unit_linear_add(x, self.units, residual, norm_weight, eps, self.bias)
+        return residual, unit_linear_add(self._ordered(x), self.units, residual, norm_weight, eps, self.bias)
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        """x with its columns in the order of the codes."""
+        return x if self.order is None else x.index_select(1, self.order)
 
     def _ordered_norm(self, norm: DelayedNorm) -> DelayedNorm:
         """The norm with its columns in the order of the codes."""
-        return norm if self.order is None else replace(norm, weighted=norm.weighted.index_select(1, self.order))
+        return norm if self.order is None else replace(norm, weighted=self._ordered(norm.weighted))
 
 
 def held_bytes(packed: Any) -> int:

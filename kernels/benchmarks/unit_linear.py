@@ -10,7 +10,7 @@ shape with its best schedule and with the default one, and the head in bfloat16.
 gemv: rows, warps, steps[, tokens, row warps, programs an SM, registers]. stream: rows, warps,
 steps, tiles ahead[, tokens of a program, programs an SM]. many: rows, tokens,
 warps, stages, programs an SM, prefetch. dense: rows. ring: outputs, tokens, groups beside each other, stages, steps of
-a tile[, groups by turns, programs of a block, 1 to fold scales into codes, stages asked for early].
+a tile[, groups by turns, programs of a block, 1 to fold scales into codes, stages asked for ahead].
 """
 
 import argparse

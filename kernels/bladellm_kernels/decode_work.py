@@ -11,6 +11,7 @@ valid for other lengths.
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 
 import torch
@@ -223,8 +224,8 @@ class DecodeWorkspace:
         self.given_schedule = schedule
         self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
-        sizes = [(batch, False, long) for batch in (1, max_batch) for long in (False, True)]
-        programs = {count: max(self.programs(count, *size) for size in sizes) for count in queries}
+        sizes = list(product((1, max_batch), (False, True)))
+        programs = {count: max(self.programs(count, batch, long=long) for batch, long in sizes) for count in queries}
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
@@ -271,8 +272,7 @@ class DecodeWorkspace:
         the next step's plan.
 
         light: programs leave room for those of the linear layer behind attention, one a multiprocessor of each. Short
-        contexts gain by that, long ones lose up to 6 % of the bandwidth. long: as in `default_schedule`; no more than
-        another way to the same outputs.
+        contexts gain by that, long ones lose up to 6 % of the bandwidth. long: as in `default_schedule`.
         """
         from bladellm_kernels.decode_plan_triton import launch
 

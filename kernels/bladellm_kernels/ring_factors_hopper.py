@@ -15,7 +15,7 @@ class UnitTile(NamedTuple):
     """`linear_sums_hopper.Tile` of a group of four warps, of some steps along K. rows: tokens; outputs: of each part.
 
     A program has wide · deep groups: `wide` of them beside each other along the outputs, which share the inputs of a
-    tile, and `deep` that take the tiles of the same outputs by turns. early: stages that are filled before the inputs
+    tile, and `deep` that take the tiles of the same outputs by turns. ahead: stages that are filled before the inputs
     are ready. unrolled: as there, of groups that share the registers.
     """
 
@@ -28,7 +28,7 @@ class UnitTile(NamedTuple):
     parts: int
     steps: int
     squares: int
-    early: int
+    ahead: int
     unrolled: int = 4096
     warps: int = 4
 

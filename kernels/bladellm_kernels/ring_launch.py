@@ -23,7 +23,7 @@ def launch_ring(call: UnitCall, schedule: Ring) -> None:
     weight, device, shape = call.weight, call.x.device, call.shape(1)
     tile = UnitTile(
         schedule.tokens, schedule.outputs, schedule.steps * shape.step, schedule.stages, schedule.wide, schedule.deep,
-        call.parts, schedule.steps, call.squares, schedule.early or schedule.stages,
+        call.parts, schedule.steps, call.squares, schedule.ahead or schedule.stages,
     )  # fmt: skip
     blocks, token_tiles = triton.cdiv(call.outputs, tile.wide * tile.outputs), triton.cdiv(call.tokens, tile.rows)
     if blocks * tile.wide * token_tiles > len(weight.arrived) or (token_tiles > 1 and not call.alone):

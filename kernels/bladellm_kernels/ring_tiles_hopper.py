@@ -112,7 +112,7 @@ def fetch_x(source: gl.tuple, ring: gl.tuple, stage: gl.tensor, cursor: gl.tuple
 def fill_ring(source: gl.tuple, ring: gl.tuple, first: gl.tuple, TILE: gl.constexpr, EARLY: gl.constexpr) -> None:
     """Fetch the tiles from the first one on, each as soon as there is room; inputs once they are there."""
     STAGES: gl.constexpr = TILE.stages
-    AHEAD: gl.constexpr = TILE.early
+    AHEAD: gl.constexpr = TILE.ahead
     units = first
     for stage in gl.static_range(AHEAD):
         units = fetch_units(source, ring, stage, units, TILE)

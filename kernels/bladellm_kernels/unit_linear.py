@@ -38,9 +38,7 @@ def unit_linear(
     x: bfloat16 or float16 [T, columns], any strides. bias: [rows] of x's type. out: [T, rows] of x's type, rows
     contiguous. Returns out, or a new tensor.
     """
-    y = x.new_empty(len(x), weight.rows) if out is None else out
-    if y.shape != (len(x), weight.rows) or y.dtype != x.dtype or y.stride(1) != 1:
-        raise ValueError(f"out must be {x.dtype} [{len(x)}, {weight.rows}], rows contiguous, got {y.dtype} {y.shape}")
+    y = _outputs(x, weight.rows, out)
     if not len(x):
         return y
     chosen = schedule or unit_schedule(
@@ -72,12 +70,16 @@ def unit_linear_silu_mul(
     chosen = schedule or gated_schedule(len(x), weight.rows, weight.group_steps < 0, not is_other_gpu(x.device))
     if chosen is None:
         return silu_mul(unit_linear(x, weight, bias), out=out)
-    y = x.new_empty(len(x), weight.rows // 2) if out is None else out
-    if y.shape != (len(x), weight.rows // 2) or y.dtype != x.dtype or y.stride(1) != 1:
-        raise ValueError(
-            f"out must be {x.dtype} [{len(x)}, {weight.rows // 2}], rows contiguous, got {y.dtype} {list(y.shape)}"
-        )
+    y = _outputs(x, weight.rows // 2, out)
     launch_units(UnitCall(x, weight, y, bias, parts=2), chosen)
+    return y
+
+
+def _outputs(x: torch.Tensor, outputs: int, out: torch.Tensor | None) -> torch.Tensor:
+    """[T, outputs] of x's type to write to: `out`, or new. ValueError where out is none."""
+    y = x.new_empty(len(x), outputs) if out is None else out
+    if y.shape != (len(x), outputs) or y.dtype != x.dtype or y.stride(1) != 1:
+        raise ValueError(f"out must be {x.dtype} [{len(x)}, {outputs}], rows contiguous, got {y.dtype} {list(y.shape)}")
     return y
 
 

@@ -87,7 +87,7 @@ class Ring:
 
     splits: most programs that share the K of a block of outputs, fewer where the GPU has not as many; 0: tiles are
     divided evenly among all multiprocessors, whatever blocks they belong to. fold: scales are multiplied into the codes
-    and rounded to the activations' type: worth it where sums fill the registers. early: stages that are asked for
+    and rounded to the activations' type: worth it where sums fill the registers. ahead: stages that are asked for
     before the inputs are ready, 0 for all: what a small kernel in front reads waits behind them.
     """
 
@@ -99,7 +99,7 @@ class Ring:
     deep: int = 1
     splits: int = 0
     fold: bool = False
-    early: int = 0
+    ahead: int = 0
 
 
 NormSchedule = Gemv | Streamed | Ring
@@ -123,10 +123,10 @@ _MANY_64_WIDE = ManyTokens(rows=128, tokens=64, warps=4, stages=3, programs_per_
 _GEMV = Gemv(rows=16, warps=4, steps=4)
 _STREAM = Streamed(rows=16, warps=16, steps=2, depth=2)
 _STREAM_LONG = Streamed(rows=16, warps=8, steps=2, depth=2, programs_per_sm=2)
-_RING_FEW = Ring(outputs=64, tokens=8, wide=1, stages=9, steps=1, deep=3, splits=2, early=3)
+_RING_FEW = Ring(outputs=64, tokens=8, wide=1, stages=9, steps=1, deep=3, splits=2, ahead=3)
 _RING_WIDE = {
-    most: Ring(outputs=64, tokens=most, wide=4, stages=4, splits=1, early=early)
-    for most, early in ((8, 1), (16, 0), (32, 0))
+    most: Ring(outputs=64, tokens=most, wide=4, stages=4, splits=1, ahead=ahead)
+    for most, ahead in ((8, 1), (16, 0), (32, 0))
 }
 _RING = {
     most: Ring(outputs=64, tokens=most, wide=1, stages=9 if most <= 32 else 6, steps=1, deep=3, splits=4)
@@ -155,7 +155,7 @@ SCHEDULES: dict[int, dict[Kind, Schedule]] = {
 
 
 GATED_SCHEDULES = {
-    32: Ring(outputs=64, tokens=32, wide=2, stages=3, splits=1, early=1),
+    32: Ring(outputs=64, tokens=32, wide=2, stages=3, splits=1, ahead=1),
     64: Ring(outputs=64, tokens=64, wide=2, stages=3, steps=1, splits=1),
     256: _RING_WIDE_128,
 }

@@ -10,13 +10,15 @@ import pytest
 import torch
 from bladellm_kernels.fp8_linear import fp8_linear, pack_fp8
 from bladellm_kernels.linear import linear, linear_reference, linear_silu_mul, linear_silu_mul_reference
+from bladellm_kernels.unit_linear import unit_linear_silu_mul
+from bladellm_kernels.weight_units import UnitWeight
 from torch import Tensor
 
 from tests.kernels.quantized_linear_support import OPERATORS, make_layer
 
 pytestmark = pytest.mark.gpu
 
-TOKENS = [1, 8, 16, 40, 64, 100, 130, 192, 256, 300]
+TOKENS = [1, 8, 16, 32, 40, 64, 80, 128, 129, 160, 200, 256, 300]
 SIZES = [(6144, 4096), (28672, 4096), (4096, 14336)]
 LIMIT = 8e-3
 """Of the norm of the error by that of the outputs: bfloat16 rounds those by 1.7e-3, and folded scales by as much."""
@@ -39,7 +41,11 @@ def test_quantized_weights(name, group, rows, columns):
         run = partial(operator, packed=pack(layer.codes, layer.scales, layer.zeros, torch.bfloat16))
     for tokens in TOKENS:
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
-        check(partial(run, x), layer.reference(name, x))
+        expected = layer.reference(name, x)
+        check(partial(run, x), expected)
+        if isinstance(weight := getattr(run.keywords["packed"], "weight", None), UnitWeight):
+            gate, up = expected.chunk(2, dim=1)
+            check(partial(unit_linear_silu_mul, x, weight), gate / (1 + torch.exp(-gate)) * up)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)

@@ -47,7 +47,7 @@ def test_candidates_of_steps_apart_are_the_runtimes_and_those_given(script):
     found = list(search.candidates(["long=gemv:16,4,4 stream:16,8,2,1", "gated=none ring:64,8,2,3,1,1,1,1,2"]))
     assert [kind for kind, _ in found] == ["long", "long", "gated", "gated"]
     assert found[2][1] is None
-    assert found[3][1] == Ring(64, 8, 2, 3, 1, 1, 1, fold=1, early=2)
+    assert found[3][1] == Ring(64, 8, 2, 3, 1, 1, 1, fold=1, ahead=2)
     table = search.table_schedules(40, fine=False)
     assert table == {
         "middle": unit_schedule(40, 6144, 4096), "small": unit_schedule(40, 4096, 4096),

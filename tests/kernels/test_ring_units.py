@@ -27,8 +27,8 @@ CASES = [
     (4, 300, 896, 14, True, 7, Ring(128, 8, 3, 3)),
     (4, 200, 1155, 1, True, 9, Ring(64, 16, 2, 2, deep=2)),
     (4, 200, 1024, 4, True, 9, Ring(128, 16, 2, 2, fold=True)),
-    (4, 130, 1024, 8, False, 20, Ring(64, 8, 1, 4, steps=1, deep=2, splits=1, fold=True, early=1)),
-    (4, 333, 1024, 8, False, 6, Ring(64, 8, 2, 3, steps=1, splits=1, early=2)),
+    (4, 130, 1024, 8, False, 20, Ring(64, 8, 1, 4, steps=1, deep=2, splits=1, fold=True, ahead=1)),
+    (4, 333, 1024, 8, False, 6, Ring(64, 8, 2, 3, steps=1, splits=1, ahead=2)),
     (4, 90, 643, 1, False, 3, Ring(64, 8, 4, 2, fold=True)),
     (8, 148, 320, 5, False, 2, Ring(64, 8, 1, 4, deep=4, splits=3)),
     (8, 148, 320, 10, False, 2, Ring(128, 8, 2, 2, steps=4, fold=True)),
@@ -148,7 +148,7 @@ def test_every_ring_of_the_table_fits_a_multiprocessor(tokens):
     chosen = {unit_schedule(tokens, *shape) for shape in shapes}
     for ring in (each for each in chosen if isinstance(each, Ring)):
         assert -(-tokens // ring.tokens) <= TOKEN_TILES
-        assert ring.early <= ring.stages
+        assert ring.ahead <= ring.stages
         assert ring.stages % ring.deep == 0
         inputs = 128 * ring.steps
         stage = ring.wide * ring.outputs * inputs // 2 + 2 * ring.tokens * inputs
