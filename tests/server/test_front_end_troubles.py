@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -18,8 +16,8 @@ from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.server import front_ends
 from bladellm_runtime.server.front_ends import FrontEnds
-from tests.support.front_ends import keep_one_that_served
-from tests.support.live import ROOT, LiveServer, OpenStream, fake_command, until
+from tests.support.front_ends import keep_one_that_served, loading_server
+from tests.support.live import LiveServer, OpenStream, fake_command, until
 
 
 def test_a_server_whose_folder_is_removed_keeps_its_limits_and_metrics():
@@ -109,18 +107,9 @@ def test_a_front_end_that_never_comes_to_serve_is_started_less_and_less_often(tm
 
 
 def test_a_front_end_that_dies_while_the_model_loads_ends_the_start_at_once():
-    stalled = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.live", LiveServer(stalled, frontend_processes=2).launch],
-        stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    ) as server:  # fmt: skip
-        until(lambda: len(psutil.Process(server.pid).children()) == 2, 10)
-        started = psutil.Process(server.pid).children()
+    with loading_server(frontend_processes=2) as (server, started):
         (other,) = [process for process in started if "front_end_process" in " ".join(process.cmdline())]
         other.kill()
-        try:
-            _, log = server.communicate(timeout=10)
-        finally:
-            server.kill()
+        _, log = server.communicate(timeout=10)
     assert (server.returncode, log) == (1, "front end 1 was killed by signal 9 before it could serve\n")
     assert not psutil.wait_procs(started, 5)[1]

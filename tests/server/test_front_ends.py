@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,9 @@ from bladellm_runtime.server import front_ends
 from bladellm_runtime.server.front_ends import FrontEnds
 from tests.server.openai_support import decode, greedy
 from tests.support.fake_tokens import DEMO_MODEL
-from tests.support.front_ends import keep_one_that_served
+from tests.support.front_ends import keep_one_that_served, loading_server
 from tests.support.late import start_too_late
-from tests.support.live import ROOT, LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
-
-STALLED_ENGINE = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+from tests.support.live import LiveServer, OpenStream, completion_text, fake_answer, fake_command, until
 
 
 def connections_of(pid: int, port: int) -> int:
@@ -324,12 +321,7 @@ sys.exit(7)
 
 
 def test_a_signal_during_the_start_ends_all_processes():
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.live", LiveServer(STALLED_ENGINE, frontend_processes=3).launch],
-        stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    ) as server:  # fmt: skip
-        until(lambda: len(psutil.Process(server.pid).children()) == 3, 10)
-        started = psutil.Process(server.pid).children()
+    with loading_server(frontend_processes=3) as (server, started):
         server.send_signal(signal.SIGTERM)
         _, log = server.communicate(timeout=20)
         assert server.returncode == 130
