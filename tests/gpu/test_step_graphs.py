@@ -1,14 +1,19 @@
 """CUDA graphs on the device: the tokens of eager steps, close logits in bf16, and nothing launched in between."""
 
 import logging
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from bladellm_kernels.decode_work import SHORT_TOKENS
 
 from bladellm_runtime import LLM, SamplingParams
+from bladellm_runtime.engine import step_graphs
 from bladellm_runtime.models.decoder import Decoder
 from tests.engine import reference
 from tests.engine.test_equality import assert_equal, greedy_params
+from tests.models.harness import random_prompt, save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,6 +106,35 @@ def differences(outputs, expected) -> torch.Tensor:
             found.append(abs(entry.logprobs[0] - wanted.logprobs[0]))
     assert len(found) > 24 * len(outputs)
     return torch.tensor(found)
+
+
+@pytest.mark.parametrize("name", ["int4", "int4_affine"])
+def test_steps_of_long_contexts_have_a_graph_of_their_own(demo_model, name, monkeypatch, tmp_path):
+    """Steps count as long from few tokens on here: where programs take two KV heads they give what one each gives."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+    save_tiny(tmp_path, "llama", **sizes, vocab_size=8192, max_position_embeddings=4096)
+    prompts = [random_prompt(length) for length in (700, 41, 333)]
+    params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=6, ignore_eos=True)
+    options = {"dtype": "bfloat16", "kv_cache_quant": name, "kv_cache_gib": 0.5, "tokenizer_dir": str(demo_model)}
+    found, replayed = [], []
+    for most in (200, SHORT_TOKENS):
+        monkeypatch.setattr(step_graphs, "SHORT_TOKENS", most)
+        with LLM(str(tmp_path), device="cuda", cuda_graph_batch_sizes=[1, 4], **options) as llm:
+            graphs = llm._engine.core._runner._graphs._graphs
+            for size, graph in graphs.items():
+                count = partial(replayed.append, (size, most))
+                graphs[size] = replace(graph, long=partial(both, count, graph.long))
+            found.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    assert set(replayed) == {(4, 200)}
+    for one, other in zip(*found, strict=True):
+        assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=1e-5), "of the prompt"
+        if one.token_ids[0] == other.token_ids[0]:
+            assert one.logprobs[1].logprobs == pytest.approx(other.logprobs[1].logprobs, abs=0.3), "of the step"
+
+
+def both(first, second) -> None:
+    first()
+    second()
 
 
 def test_default_graphs_share_their_memory(demo_model):
