@@ -1,10 +1,11 @@
 """Carries turns out: servers started and stopped, every level run, results kept whatever happens.
 
-A campaign ends by itself, at a level that `--stop_when` names, or when it is interrupted; it never loses a run.
+A campaign ends by itself, at a level that `--stop_when` names, or when it is interrupted; it never loses a run, and
+stores each before the next where it is given a way to.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +71,10 @@ class Servers:
 
 @dataclass
 class Campaign:
-    """Measures turns one after the other; `runs` and `notes` are what came of it so far."""
+    """Measures turns one after the other; `runs` and `notes` are what came of it so far.
+
+    keep: told after every run, to store it; what it raises as `UserError` becomes a note, and it is told no more.
+    """
 
     workload: WorkloadArgs
     level: LevelArgs
@@ -79,6 +83,7 @@ class Campaign:
     servers: Servers
     view: View
     stop: asyncio.Event
+    keep: Callable[[], None] | None = None
     runs: list[LevelRun] = field(default_factory=list)
     summaries: list[LevelSummary] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -109,11 +114,20 @@ class Campaign:
             self.runs.append(run)
             self.summaries.append(summarise(run, self.slo))
             self.view.level_ends(self.summaries[-1], self.run_name(turn.repeat))
+            self._keep()
         if self.stop.is_set():
             raise InterruptedCampaignError
         reason = self.broken(turn.endpoint, turn.load)
         if reason is not None and turn.repeat + 1 == self.level.repeats:
             self.view.say(f"{turn.endpoint.name}: no level above {turn.load.label}: {reason}")
+
+    def _keep(self) -> None:
+        try:
+            if self.keep is not None:
+                self.keep()
+        except UserError as error:
+            self.keep = None
+            self.note(f"Results are not stored before the end: {error}")
 
     async def measure(self, turn: Turn, level: LevelArgs) -> LevelRun:
         """One repeat of one level, its server started if need be; the same requests for every endpoint.

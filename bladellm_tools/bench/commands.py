@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from bladellm_runtime.errors import ConfigError, UserError
@@ -38,6 +39,7 @@ from bladellm_tools.bench.search import find_capacity, find_loads
 from bladellm_tools.bench.slo import SloLimit, parse_slo
 from bladellm_tools.bench.stopping import StopRule, parse_rules
 from bladellm_tools.bench.storage import load as load_results
+from bladellm_tools.bench.storage import save_newest
 from bladellm_tools.bench.target import parse_extra_body, parse_headers
 from bladellm_tools.bench.turns import Order, make_turns
 from bladellm_tools.bench.workload import own_qps, plan_requests
@@ -232,6 +234,9 @@ async def measure(job: Job, folder: Path, view: View) -> tuple[Benchmark, bool]:
     stop = asyncio.Event()
     servers = Servers(job.target, job.workload.ignore_eos, folder)
     campaign = Campaign(job.workload, job.level, job.slo, job.rules, servers, view, stop)
+    found = environment() | {f"server of {e.name}": shown_url(e.url) for e in job.endpoints}
+    benchmark = Benchmark(job.title, job.flags, found, campaign.runs, campaign.notes)
+    campaign.keep = partial(save_newest, benchmark, folder)
     interrupted = False
     with_signals(stop)
     try:
@@ -244,8 +249,7 @@ async def measure(job: Job, folder: Path, view: View) -> tuple[Benchmark, bool]:
         raise KeyboardInterrupt from error
     finally:
         await servers.close()
-    found = environment() | {f"server of {e.name}": shown_url(e.url) for e in job.endpoints}
-    return Benchmark(job.title, job.flags, found, campaign.runs, campaign.notes), interrupted
+    return benchmark, interrupted
 
 
 async def measure_levels(job: Job, campaign: Campaign) -> None:

@@ -60,6 +60,10 @@ def run_file(number: int) -> str:
     return f"runs/{number:03d}.jsonl"
 
 
+UNFINISHED = "The measurement did not come to its end: levels that follow are missing."
+"""Note of what `save_newest` leaves."""
+
+
 def save(benchmark: Benchmark, folder: Path | str, figures: Sequence[LevelFigures] | None = None) -> None:
     """Write everything into the folder, each file as a whole or not at all; benchmark.json comes last.
 
@@ -75,13 +79,27 @@ def save(benchmark: Benchmark, folder: Path | str, figures: Sequence[LevelFigure
         save_run(run, folder, number)
     with _replacing(folder / "levels.csv") as file:
         file.write(levels_csv(figures).encode(errors="replace"))
+    _save_facts(benchmark, folder, figures, benchmark.notes)
+
+
+def save_newest(benchmark: Benchmark, folder: Path) -> None:
+    """Write the newest run, those before it being there, so that `load` finds what was measured, whatever comes.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    save_run(benchmark.runs[-1], folder, len(benchmark.runs) - 1)
+    _save_facts(benchmark, folder, [], [*benchmark.notes, UNFINISHED])
+
+
+def _save_facts(benchmark: Benchmark, folder: Path, figures: Sequence[LevelFigures], notes: Sequence[str]) -> None:
     stored = {
         "schema": SCHEMA,
         "title": benchmark.title,
         "flags": benchmark.flags,
         "environment": benchmark.environment,
         "runs": len(benchmark.runs),
-        "notes": benchmark.notes,
+        "notes": notes,
         "levels": [level_summary(level) for level in figures],
     }
     with _replacing(folder / "benchmark.json") as file:
@@ -89,7 +107,7 @@ def save(benchmark: Benchmark, folder: Path | str, figures: Sequence[LevelFigure
 
 
 def save_run(run: LevelRun, folder: Path | str, number: int) -> None:
-    """Write one run, line by line; may be called as soon as it has ended."""
+    """Write one run, line by line."""
     fields = {name: getattr(run, name) for name in StoredRun.__dataclass_fields__ if name not in ("schema", "requests")}
     with _replacing(Path(folder) / run_file(number)) as file:
         file.write(_encode(StoredRun(schema=SCHEMA, requests=len(run.requests), **fields)) + b"\n")

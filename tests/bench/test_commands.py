@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bladellm_tools.bench import reporting
+from bladellm_tools.bench import commands, reporting
 from bladellm_tools.bench.args import MockArgs
 from bladellm_tools.bench.compare import compare
 from bladellm_tools.bench.endpoints import free_port
 from bladellm_tools.bench.mock_process import MockProcess
 from bladellm_tools.bench.records import Benchmark
 from bladellm_tools.bench.slo import parse_slo
+from bladellm_tools.bench.storage import StorageError
 from tests.bench.commanding import bench, short
 from tests.support.cases import some_of
 from tests.tools.command import ROOT, command
@@ -226,6 +227,47 @@ def test_an_interruption_keeps_what_was_measured_and_stops_the_server(number: si
     assert "Interrupted" in (folder / "report.html").read_text()
     assert "Traceback" not in err
     assert processes_of(folder) == []
+
+
+def test_what_was_measured_outlives_a_kill(tmp_path) -> None:
+    folder = tmp_path / "out"
+    with MockProcess(MockArgs(ttft=0.01, tbt=0.001)) as mock:
+        line = [*command("blade_llm_bench"), "sweep", "--endpoint", f"mock={mock.url}"]
+        line += [*short("--qps", "30,31,32"), "--duration", "1", "--repeats", "1", "--out", str(folder)]
+        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while not (folder / "runs" / "001.jsonl").exists():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.02)
+        time.sleep(0.2)
+        process.kill()
+        process.communicate(timeout=30)
+    assert bench("sweep", "--endpoint", "mock=http://127.0.0.1:9", folder=folder).code == 1, "it holds results"
+    shown = bench("plot", "--results", str(folder), folder=folder)
+    assert shown.code == 0, shown.err
+    assert "30 QPS" in shown.out
+    assert "31 QPS" in shown.out
+    assert "did not come to its end" in shown.out
+    assert (folder / "report.html").exists()
+
+
+def test_a_disk_that_is_full_between_runs_ends_nothing(tmp_path, monkeypatch, few_charts) -> None:
+    def full(*given: object) -> None:
+        raise StorageError("no space left.")
+
+    monkeypatch.setattr(commands, "save_newest", full)
+    with MockProcess(MockArgs(ttft=0.01, tbt=0.001)) as mock:
+        done = bench(
+            "sweep",
+            "--endpoint",
+            f"mock={mock.url}",
+            *short("--qps", "30,31"),
+            "--repeats",
+            "2",
+            folder=tmp_path / "out",
+        )
+    assert done.code == 0, done.err
+    assert done.out.count("Results are not stored before the end: no space left.") == 1
+    assert len(list((tmp_path / "out" / "runs").glob("*.jsonl"))) == 2 * 2
 
 
 def test_an_interruption_before_anything_leaves_no_process(tmp_path) -> None:
