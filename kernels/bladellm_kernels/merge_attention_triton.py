@@ -112,46 +112,60 @@ def merge_segments_kernel(
     """Program (i, row) merges a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of `merges`.
 
     MEMBERS: sequences that a shared beginning has room for, or 0: nothing is shared. The kernel may start early only
-    after a kernel that has waited for the plan before it let this one start.
+    after a kernel that has waited for the plan before it let this one start: what there is to merge is read meanwhile.
     """
-    number = tl.load(merges)
     let_next_start(EARLY)
-    wait_for_inputs(EARLY)
     row = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
+    number = tl.load(merges)
+    sequence, first, count = _listed(merges, own, tl.program_id(0), number)
+    wait_for_inputs(EARLY)
     for index in range(tl.program_id(0), number, tl.num_programs(0)):
-        sequence = tl.load(merges + 1 + index)
+        following = _listed(merges, own, index + tl.num_programs(0), number)
         state = (LOWEST + row * 0.0, row * 0.0, tl.full((COLUMNS,), 0.0, tl.float32))
-        state = _add_segments(state, own, sequence, row, True, QUERY_LEN * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+        state = _add_segments(state, own, first, count, row, QUERY_LEN * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
         if MEMBERS > 0:
             place = tl.load(shares.places + sequence).to(tl.int32)
             known = tl.load(shares.tokens + sequence) > 0
+            first, count = _segments_of(shared, place // MEMBERS, known)
             there = place % MEMBERS * HEADS + row
-            state = _add_segments(
-                state, shared, place // MEMBERS, there, known, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS
-            )
+            state = _add_segments(state, shared, first, count, there, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
         whole = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])
         token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
         place = out + token * token_stride + row % HEADS * head_stride
         tl.store(place + column, whole.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+        sequence, first, count = following
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _listed(merges: tl.tensor, own: tl.tuple, index: tl.tensor, number: tl.tensor) -> tl.tuple:
+    """The index-th sequence of a list of `number`, its first segment and how many it has; 0 behind the end."""
+    sequence = tl.load(merges + 1 + index, mask=index < number, other=0)
+    first, count = _segments_of(own, sequence, index < number)
+    return sequence, first, count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _segments_of(segments: tl.tuple, sequence: tl.tensor, known: tl.tensor) -> tl.tuple:
+    """A sequence's first segment, and how many it has; 0 of one that is not known."""
+    place = segments.sequences + sequence * 5
+    return tl.load(place + 3, mask=known, other=0), tl.load(place + 4, mask=known, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_segments(
     state: tl.tuple,
     segments: tl.tuple,
-    sequence: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
     row: tl.tensor,
-    known: tl.tensor,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ) -> tl.tuple:
-    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of a sequence's segments added."""
+    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of `count` segments added."""
     maximum, total, whole = state
-    first = tl.load(segments.sequences + sequence * 5 + 3, mask=known, other=0)
-    count = tl.load(segments.sequences + sequence * 5 + 4, mask=known, other=0)
     column = tl.arange(0, COLUMNS)
     for start in range(0, count, SEGMENTS):
         segment = start + tl.arange(0, SEGMENTS)
