@@ -114,8 +114,10 @@ def plan(case: Case, window, schedule: DecodeSchedule, light: bool = False) -> D
     return workspace.plan(case.kv_lens, window, case.query_len, light=light)
 
 
-def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1, light=False):
-    """The attention kernel as the last of `launches` on a plan compiles it for sm_90, without a GPU."""
+def compiled_for_hopper(
+    monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1, light=False, kernel="ragged_decode_kernel"
+):
+    """A kernel of decode attention as the last of `launches` on a plan compiles it for sm_90, without a GPU."""
     from bladellm_kernels import merge_attention_triton as merge_module
     from bladellm_kernels import ragged_decode_triton as module
     from triton.backends.compiler import GPUTarget
@@ -150,4 +152,4 @@ def compiled_for_hopper(monkeypatch, case: Case, window, schedule: DecodeSchedul
     work = plan(case, window, schedule, light)
     for _ in range(launches):
         module.launch(DecodeCall(*case.memory, case.scale, work, torch.empty_like(case.q)))
-    return compiled["ragged_decode_kernel"]
+    return compiled[kernel]

@@ -230,6 +230,20 @@ def test_it_waits_before_it_reads_what_earlier_kernels_write(launches, monkeypat
     assert ("ld.global" in before) == (launches > 1)
 
 
+def test_a_merge_reads_its_list_before_the_segments_have_ended_and_these_behind(monkeypatch):
+    pytest.importorskip("triton")
+    case = decode_case("no_quant", torch.bfloat16, (4, 2, 64), [5, 9], granule_tokens=256)
+    schedule = DecodeSchedule(64, 3, 4, 1)
+    text = compiled_for_hopper(monkeypatch, case, None, schedule, kernel="merge_segments_kernel").asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    # How many there are, the first of them, its first segment and how many it has.
+    assert before.count("ld.global") == 4
+    assert "ld.global.cg" not in before
+    assert "ld.global.cg" in after
+    assert "st.global" not in before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(("heads", "paged"), [((32, 8, 128), False), ((3, 3, 64), False), ((32, 8, 128), True)])
