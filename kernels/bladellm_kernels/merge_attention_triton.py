@@ -127,9 +127,9 @@ def merge_segments_kernel(
         if MEMBERS > 0:
             place = tl.load(shares.places + sequence).to(tl.int32)
             known = tl.load(shares.tokens + sequence) > 0
-            first, count = _segments_of(shared, place // MEMBERS, known)
+            begin, parts = _segments_of(shared, place // MEMBERS, known)
             there = place % MEMBERS * HEADS + row
-            state = _add_segments(state, shared, first, count, there, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+            state = _add_segments(state, shared, begin, parts, there, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
         whole = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])
         token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
         place = out + token * token_stride + row % HEADS * head_stride
@@ -164,7 +164,8 @@ def _add_segments(
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ) -> tl.tuple:
-    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of `count` segments added."""
+    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of segments [first, first + count)
+    added."""
     maximum, total, whole = state
     column = tl.arange(0, COLUMNS)
     for start in range(0, count, SEGMENTS):
