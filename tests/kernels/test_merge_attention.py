@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
 from bladellm_kernels.merge_attention import merge_attention, merge_attention_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE
@@ -96,6 +97,66 @@ def interpreted():
         assert (lse == -torch.inf).all()
         merge_parts(outs, lses, out, lse)
         torch.testing.assert_close(lse, torch.stack(lses).logsumexp(0), atol=1e-5, rtol=1e-5)
+
+
+def check_segments(device, batch, programs, heads, head_dim, stays):
+    """States of up to `programs` segments a sequence, with none, one that is written already, and those that are to be
+    merged among them."""
+    from bladellm_kernels.merge_attention_triton import merge_segments
+
+    counts = [random.choice([0, 1, 2, random.randint(2, programs + 1)]) for _ in range(batch)]
+    firsts = [sum(counts[:sequence]) + sequence for sequence in range(batch)]
+    partial = torch.full((sum(counts) + batch, heads, head_dim), torch.nan)
+    lse = torch.full(partial.shape[:2], torch.nan)
+    expected = torch.full((batch, heads, head_dim), 7.0)
+    for first, count, whole in zip(firsts, counts, expected, strict=True):
+        if count != 1:
+            states, logs = torch.randn(count, heads, head_dim), torch.randn(count, heads) * 5
+            partial[first : first + count], lse[first : first + count] = states, logs
+            whole[:] = (states * logs.softmax(0)[:, :, None]).sum(0)
+    listed = [sequence for sequence, count in enumerate(counts) if count != 1]
+    merges = torch.tensor([len(listed), *listed, *[0] * (batch - len(listed))], dtype=torch.int32)
+    sequences = torch.tensor([[0, 0, 0, *pair] for pair in zip(firsts, counts, strict=True)], dtype=torch.int32)
+    ranges = torch.zeros(programs, 3, dtype=torch.int32)
+    given = (each.to(device) for each in (ranges, sequences, merges, merges * 0, merges, partial, lse))
+    out = torch.full((batch, 2 * heads, head_dim), 7.0, device=device)
+    schedule = DecodeSchedule(64, 3, 4, 1, stay_ns=4500 * stays)
+    merge_segments(DecodeWork(*given, None, 1, schedule), out[:, heads:])
+    torch.testing.assert_close(out[:, heads:].cpu(), expected, atol=1e-5, rtol=1e-5)
+    assert (out[:, :heads] == 7).all()
+
+
+def interpreted_segments(device="cpu"):
+    for batch, programs, head_dim in ((1, 33, 18), (2, 66, 64), (1, 132, 128), (5, 20, 256), (3, 4, 512)):
+        check_segments(device, batch, programs, 3, head_dim, stays=False)
+        check_segments(device, batch, programs, 3, head_dim, stays=True)
+
+
+def test_segments_interpreted():
+    pytest.importorskip("triton")
+    run_interpreted("tests.kernels.test_merge_attention", "interpreted_segments")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
+def test_segments_on_the_gpu():
+    interpreted_segments("cuda")
+
+
+def test_tiles_of_segments_fit_registers_and_few_rounds():
+    pytest.importorskip("triton")
+    from bladellm_kernels.merge_attention_triton import merge_tile
+
+    for programs in (1, 4, 16, 33, 66, 132, 264, 1056):
+        for batch in (1, 2, 3, 8, 64, 256):
+            for columns in (16, 64, 128, 256, 512):
+                segments, warps = merge_tile(programs, batch, columns, random.random() < 0.5)
+                assert segments & (segments - 1) == 0
+                assert segments > 0
+                assert segments * columns <= 2048 * warps <= 8192
+    # One warp of few segments, several of many.
+    assert merge_tile(33, 4, 128, False) == (16, 1)
+    assert merge_tile(66, 2, 128, False) == merge_tile(264, 1, 128, False) == (64, 4)
 
 
 def test_interpreted():
