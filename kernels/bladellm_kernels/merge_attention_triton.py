@@ -254,9 +254,9 @@ def merge_tile(programs: int, batch: int, columns: int, stays: bool) -> tuple[in
     """Segments of a row that are read at once, and the warps that do: for `programs` of each lane, of which every
     sequence has about as many, and outputs of `columns` numbers; stays: programs stay on their SMs, see `linger`.
 
-    Programs of the merge take places that the next kernel's could have: on an H200 one warp and 16 segments are fastest
-    (two sequences of 20,000 tokens 24.2 µs of 8 bits, not 27.0 as with four warps and 32), unless that takes many rounds.
-    Where programs stay, and linear layers start beside the merge, others are.
+    Programs of the merge take places that the next kernel's could have: on an H200 one warp and 16 segments are
+    fastest (two sequences of 20,000 tokens 24.2 µs of 8 bits, not 27.0 as with four warps and 32), unless that
+    takes many rounds. Where programs stay, and linear layers start beside the merge, others are.
     """
     each = triton.cdiv(programs, batch) + 1
     if stays:
