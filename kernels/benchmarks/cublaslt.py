@@ -1,19 +1,20 @@
 """Time cuBLASLt's algorithms for linear layers beside what torch takes, and write the table of the best, on one GPU.
 
     python kernels/benchmarks/cublaslt.py --out TABLE [--model llama-8b] [--rows 32 64 ...] [--layers qkv o ...]
-                                          [--seconds 1.4] [--heuristics_only] [--dtype bfloat16] [--base TABLE]
-                                          [--lora SLOTS RANK]
+                                          [--seconds 1.4] [--sustained 0.15] [--heuristics_only] [--dtype bfloat16]
+                                          [--base TABLE] [--lora SLOTS RANK]
 
 For each layer and number of rows: the algorithms of the library's heuristic, for matrices as they lie and transposed,
 the best ones of other numbers of rows, then those beside the best so far, set up otherwise in one place, until
-`--seconds` are over; each once, quickly. The four
-best and torch are then timed in turn. Times are of a graph that goes through copies of the weight, more than the L2
-cache holds; layers that write to the residual stream add to it where torch would, above `MAX_ROWS` rows. An algorithm
+`--seconds` are over; each once, quickly. The best ones and torch are then timed: up to `MAX_ROWS` rows, bound by
+memory, in turn; above, bound by power, each alone for `--sustained` seconds, twice: one that needs less power has a
+higher clock then. Times are of a graph that goes through copies of the weight, more than the L2 cache holds; layers
+that write to the residual stream add to it where torch would, above `MAX_ROWS` rows. An algorithm
 must be about as close to float32 as torch, and give the same bits each time, whatever its workspace held. `first` is
 the heuristic's own choice, `tried` how many algorithms, with those that were refused. They are named by the numbers of
 `cublasLt.h`.
 
-The table has the schedules of `--base`, without it the shipped table, below the rows measured here, and its kernels
+The table has the schedules of `--base`, without it the shipped table, for all other numbers of rows, and its kernels
 where they are faster. It is written after every line. With `--lora` the layers' weights have the A of so many adapters
 behind them; of numbers of rows that are not measured they have the schedules of the weights alone.
 """
@@ -41,7 +42,7 @@ from bladellm_kernels.linear_schedules import (
     load_table,
     save_table,
 )
-from cublaslt_candidates import Problem, Screening, Work, graph_of, replayed
+from cublaslt_candidates import Problem, Screening, Work, graph_of, replayed, sustained
 from cublaslt_table import Choice, merged, step_lines
 from gpu_timing import machine
 from linear_step import Shape, models
@@ -51,6 +52,7 @@ ROWS = (32, 64, 128, 256, 512, 528, 560, 1024, 2048)
 POOL_BYTES = 200 << 20
 """More than three times the L2 cache of an H200."""
 GRAPH_SECONDS, REPEATS, FINALISTS = 2e-3, 11, 4
+SUSTAINED_FINALISTS = 6
 ADDING = ("o", "down")
 HEADER = "| rows | layer | torch µs | first µs | best µs | gain % | tried | algorithm |\n" + "| --- " * 8 + "|"
 
@@ -101,8 +103,8 @@ def measure(
     args: argparse.Namespace,
 ) -> Choice:
     """Find the fast algorithms, and time them beside torch and the kernel that the table has today."""
-    screening = Screening(problem, lt, args.seconds)
-    finalists = screening.run(args.heuristics_only, seeds)[:FINALISTS]
+    screening, alone = Screening(problem, lt, args.seconds), len(problem.x) > MAX_ROWS
+    finalists = screening.run(args.heuristics_only, seeds)[: SUSTAINED_FINALISTS if alone else FINALISTS]
     first = screening.first
     if first is not None and first not in finalists:
         finalists.append(first)
@@ -111,7 +113,8 @@ def measure(
     if today is not None and not isinstance(today, CublasLtSchedule):
         works[today] = partial(by_kernel, problem, today)
     graphs = [graph_of(problem, work, GRAPH_SECONDS) for work in works.values()]
-    seconds = replayed([graph for graph, _ in graphs], REPEATS)
+    replays = [graph for graph, _ in graphs]
+    seconds = sustained(replays, args.sustained) if alone else replayed(replays, REPEATS)
     figures = {
         schedule: found / calls * 1e6 for schedule, found, (_, calls) in zip(works, seconds, graphs, strict=True)
     }
@@ -136,7 +139,7 @@ def measure_all(shapes: Sequence[Shape], base: ScheduleTable, args: argparse.Nam
     for rows in sorted(set(args.rows)):
         for shape in shapes:
             today = base.choose(rows, shape.rows, shape.inputs)
-            best = [choice.best for choice in reversed(choices) if choice.shape == shape]
+            best = [today, *(choice.best for choice in reversed(choices) if choice.shape == shape)]
             seeds = [] if args.heuristics_only else [each for each in best if isinstance(each, CublasLtSchedule)]
             choices.append(measure(problem_of(shape, rows, pool), lt, today, seeds, args))
             print(choices[-1].line, flush=True)
@@ -152,6 +155,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="M, rows of x")
     parser.add_argument("--layers", nargs="+", default=names, choices=names)
     parser.add_argument("--seconds", type=float, default=1.4, help="to try algorithms of a layer and number of rows")
+    parser.add_argument("--sustained", type=float, default=0.15, help="for each of the best, twice, above 256 rows")
     parser.add_argument("--heuristics_only", action="store_true", help="none but what the library proposes")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--base", type=Path, help="the table that is changed, instead of the shipped one")

@@ -165,6 +165,32 @@ def replayed(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int) -> list[float
     return [statistics.median(float(start.elapsed_time(end)) / 1e3 for start, end in found[1:]) for found in spans]
 
 
+def sustained(graphs: Sequence[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
+    """Mean seconds of each graph while it alone is replayed, twice for so long each, the second time in reverse order.
+
+    Only what runs for a tenth of a second has the clock that the power limit leaves it: algorithms that take turns
+    share one clock, and one that needs less power shows no gain.
+    """
+    spans: list[list[float]] = [[] for _ in graphs]
+    for order in (range(len(graphs)), reversed(range(len(graphs)))):
+        for place in order:
+            times = max(1, round(seconds / 2 / replayed([graphs[place]], 1)[0]))
+            _replay(graphs[place], times)
+            spans[place].append(_replay(graphs[place], times))
+    return [statistics.mean(found) for found in spans]
+
+
+def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Mean seconds."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / times
+
+
 def error_of(problem: Problem, work: Work) -> float | None:
     """The norm of the error of three runs, the output 0 before; None where their bits differ."""
     results = []

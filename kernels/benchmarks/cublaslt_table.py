@@ -60,25 +60,37 @@ def gain(usual: float, best: float) -> str:
 
 
 def merged(base: ScheduleTable, choices: Sequence[Choice]) -> ScheduleTable:
-    """The base with what was chosen: of a shape all entries from the fewest to the most rows measured are new.
+    """The base with what was chosen for the rows measured; what it says of other numbers of rows stays.
 
     A shape that the base does not have keeps the rule's schedules below the fewest rows measured. Where more rows than
     `REACH` leaves lie between an algorithm and the entry before, the lower ones are cuBLAS's.
     """
-    entries = {key: list(known) for key, known in base.entries.items()}
+    entries = dict(base.entries)
     measured: dict[tuple[int, int, bool], dict[int, LinearSchedule | None]] = {}
     for choice in choices:
         measured.setdefault((choice.shape.rows, choice.shape.inputs, False), {})[choice.rows] = choice.best
     for key, chosen in measured.items():
-        kept = [entry for entry in entries.get(key, rule_entries()) if entry.rows < min(chosen)]
-        for rows in sorted(chosen):
-            lower = math.ceil(REACH * rows) - 1
-            before = kept[-1].rows if kept else 0
-            if isinstance(chosen[rows], CublasLtSchedule) and lower > before:
-                kept.append(Entry(lower, None))
-            kept.append(Entry(rows, chosen[rows]))
-        entries[key] = kept + [entry for entry in entries.get(key, []) if entry.rows > max(chosen)]
+        known = entries.get(key) or [entry for entry in rule_entries() if entry.rows < min(chosen)]
+        entries[key] = reached({entry.rows: entry.schedule for entry in known} | chosen)
     return ScheduleTable(entries, base.norm_rows)
+
+
+def reached(schedules: Mapping[int, LinearSchedule | None]) -> list[Entry]:
+    """An entry for each number of rows, and cuBLAS's where algorithms do not reach down to the entry before."""
+    algorithms = [rows for rows, schedule in schedules.items() if isinstance(schedule, CublasLtSchedule)]
+    filled = {below_reach(rows) for rows in algorithms}
+    entries: list[Entry] = []
+    for rows in sorted(rows for rows, schedule in schedules.items() if schedule is not None or rows not in filled):
+        lower, before = below_reach(rows), entries[-1].rows if entries else 0
+        if rows in algorithms and lower > before:
+            entries.append(Entry(lower, None))
+        entries.append(Entry(rows, schedules[rows]))
+    return entries
+
+
+def below_reach(rows: int) -> int:
+    """The most rows that an algorithm measured with `rows` is not taken for."""
+    return math.ceil(REACH * rows) - 1
 
 
 def rule_entries() -> list[Entry]:

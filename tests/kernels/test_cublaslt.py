@@ -248,6 +248,24 @@ def test_a_measured_table_takes_what_is_faster_and_reaches_a_little_below(script
     assert script.step_lines(choices, 10).splitlines()[2] == "| 32 | o | 0.100 | 0.080 | 20.0 |"
 
 
+def test_a_table_keeps_algorithms_of_rows_between_those_measured(script):
+    """What was measured before, and no gap but where neither algorithm reaches."""
+    shape, before = importlib.import_module("linear_step").Shape("o", 96, 32), [schedule_of(n) for n in range(3)]
+    rows = (320, 448, 2048)
+    base = script.merged(ScheduleTable(), [script.Choice(shape, *at, {}) for at in algorithms(rows, before)])
+    newer = [schedule_of(n) for n in (7, 8, 9)]
+    choices = [script.Choice(shape, *at, {}) for at in algorithms((256, 1600, 2048), newer)]
+    table = script.merged(base, choices)
+    expected = {256: newer[0], 257: before[0], 448: before[1], 449: None, 1199: None, 1200: newer[1]}
+    expected |= {1600: newer[1], 1601: newer[2], 2048: newer[2], 2049: None}
+    assert {rows: table.choose(rows, 96, 32) for rows in expected} == expected
+    assert script.merged(table, choices) == table
+
+
+def algorithms(rows, schedules):
+    return [(m, 10.0, 9.0, {schedule: 8.0}) for m, schedule in zip(rows, schedules, strict=True)]
+
+
 def test_a_shape_that_is_new_in_a_table_keeps_the_rule_below_what_was_measured(script):
     """The table stands in for the rule once it has the shape."""
     from bladellm_kernels.linear_schedules import default_schedule
