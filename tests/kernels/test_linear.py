@@ -20,6 +20,7 @@ from bladellm_kernels.linear_schedules import (
     save_table,
 )
 
+from bladellm_runtime.engine.mixed_graphs import DEFAULT_SIZES
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.interpreted import run_interpreted
 
@@ -175,6 +176,14 @@ def test_measured_tables_hold_their_rows(path):
             if isinstance(entry.schedule, (DotSchedule, HopperSchedule)):
                 assert entry.schedule.block_m >= entry.rows
             assert not isinstance(entry.schedule, GemvSchedule) or entry.rows <= GEMV_ROWS
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], ids=str)
+def test_the_shipped_table_has_measured_each_captured_step_of_llama_8b(shape):
+    """No entry of another size stands in: between two, layers take up to a third longer."""
+    table = load_table(Path(module.__file__).parent / "schedules" / "linear_nvidia_h200.json")
+    measured = {entry.rows for entry in table.entries[*shape, False]}
+    assert {size for size in DEFAULT_SIZES if size > MAX_ROWS} <= measured
 
 
 def test_a_wrong_table_names_the_shape(tmp_path):
