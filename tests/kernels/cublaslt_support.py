@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from bladellm_kernels.cublaslt_library import Algorithm, CublasLtError
+from bladellm_kernels.linear_schedules import CublasLtSchedule
 
 VERSION = 130002
 
@@ -13,6 +14,19 @@ def algorithm(number: int) -> Algorithm:
     found = Algorithm()
     found.data[0] = number
     return found
+
+
+def schedule_of(number: int, **fields) -> CublasLtSchedule:
+    return CublasLtSchedule(algorithm(number).text, **({"version": VERSION} | fields))
+
+
+def matrices(rows: int, outputs: int, inputs: int, dtype, device="cpu"):
+    """x and weight, views of wider rows, NaN beside them; bias; residual."""
+    x = torch.full((rows, inputs + 16), torch.nan, dtype=dtype, device=device)[:, :inputs]
+    weight = torch.full((outputs, inputs + 32), torch.nan, dtype=dtype, device=device)[:, :inputs]
+    x.copy_(torch.randn(rows, inputs))
+    weight.copy_(torch.randn(outputs, inputs) * inputs**-0.5)
+    return x, weight, torch.randn(outputs).to(device, dtype), torch.randn(rows, outputs).to(device, dtype)
 
 
 @dataclass
