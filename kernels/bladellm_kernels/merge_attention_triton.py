@@ -17,7 +17,8 @@ LOWEST = tl.constexpr(-1e30)
 _ROWS = 8
 _WARP_NUMBERS = 2048
 """Of partial outputs that one warp has in registers at once."""
-_MOST_ROUNDS = 5
+_MOST_SEGMENTS = 64
+"""That are read at once: then of 32 columns each, whole lines of 128 bytes."""
 
 
 class Part(NamedTuple):
@@ -110,27 +111,28 @@ def merge_segments_kernel(
     MEMBERS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (i, row) merges a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of `merges`.
+    """Program (i, row, tile) merges COLUMNS of a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of
+    `merges`.
 
     MEMBERS: sequences that a shared beginning has room for, or 0: nothing is shared. The kernel may start early only
     after a kernel that has waited for the plan before it let this one start: what there is to merge is read meanwhile.
     """
     let_next_start(EARLY)
     row = tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.load(merges)
     sequence, first, count = _listed(merges, own, tl.program_id(0), number)
     wait_for_inputs(EARLY)
     for index in range(tl.program_id(0), number, tl.num_programs(0)):
         following = _listed(merges, own, index + tl.num_programs(0), number)
         state = (LOWEST + row * 0.0, row * 0.0, tl.full((COLUMNS,), 0.0, tl.float32))
-        state = _add_segments(state, own, first, count, row, QUERY_LEN * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+        state = _add_segments(state, own, first, count, row, column, QUERY_LEN * HEADS, HEAD_DIM, SEGMENTS)
         if MEMBERS > 0:
             place = tl.load(shares.places + sequence).to(tl.int32)
             known = tl.load(shares.tokens + sequence) > 0
             begin, parts = _segments_of(shared, place // MEMBERS, known)
             there = place % MEMBERS * HEADS + row
-            state = _add_segments(state, shared, begin, parts, there, MEMBERS * HEADS, HEAD_DIM, COLUMNS, SEGMENTS)
+            state = _add_segments(state, shared, begin, parts, there, column, MEMBERS * HEADS, HEAD_DIM, SEGMENTS)
         whole = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])
         token = sequence.to(tl.int64) * QUERY_LEN + row // HEADS
         place = out + token * token_stride + row % HEADS * head_stride
@@ -160,22 +162,24 @@ def _add_segments(
     first: tl.tensor,
     count: tl.tensor,
     row: tl.tensor,
+    column: tl.tensor,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ) -> tl.tuple:
-    """The state of a row, maximum, total and sums [COLUMNS], with a row, of ROWS, of segments [first, first + count)
-    added."""
+    """The state of a row, maximum, total and sums of its columns, with a row, of ROWS, of segments [first, first +
+    count) added."""
     maximum, total, whole = state
-    column = tl.arange(0, COLUMNS)
     for start in range(0, count, SEGMENTS):
         segment = start + tl.arange(0, SEGMENTS)
         place = (first + segment).to(tl.int64) * ROWS + row
         # Past the L1 cache, which may hold what was here before.
         logs = tl.load(segments.lse + place, mask=segment < count, other=float("-inf"), cache_modifier=".cg") * LOG2E
         places = segments.partial + place[:, None] * HEAD_DIM + column[None, :]
-        mask = (segment < count)[:, None] & (column < HEAD_DIM)[None, :]
+        mask = (segment < count)[:, None]
+        # Else all columns are inside. With a mask that says so fewer reads are under way at once.
+        if HEAD_DIM & (HEAD_DIM - 1):
+            mask &= (column < HEAD_DIM)[None, :]
         outputs = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
         highest = tl.maximum(maximum, tl.max(logs, 0))
         weights = tl.exp2(logs - highest)
@@ -230,11 +234,11 @@ def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | Non
     shared: what is read once for several sequences; places: int64 [B], of each sequence among the members of those.
     """
     heads, head_dim = out.shape[1:]
-    rows, columns = work.partial.shape[1], power_of_two(head_dim)
+    rows, width = work.partial.shape[1], power_of_two(head_dim)
     batch, programs = len(work.sequences), len(work.programs)
-    segments, warps = merge_tile(programs, batch, columns, work.schedule.stay_ns > 0)
+    segments, columns, warps = merge_tile(programs, batch, width, work.schedule.stay_ns > 0)
     own = Segments(work.partial, work.lse, work.sequences)
-    merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows)](
+    merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows, width // columns)](
         own,
         own if shared is None else Segments(shared.partial, shared.lse, shared.sequences),
         Shares(work.merges, work.merges) if shared is None else Shares(work.shares, places),
@@ -250,19 +254,18 @@ def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | Non
     )  # fmt: skip
 
 
-def merge_tile(programs: int, batch: int, columns: int, stays: bool) -> tuple[int, int]:
-    """Segments of a row that are read at once, and the warps that do: for `programs` of each lane, of which every
-    sequence has about as many, and outputs of `columns` numbers; stays: programs stay on their SMs, see `linger`.
+def merge_tile(programs: int, batch: int, width: int, stays: bool) -> tuple[int, int, int]:
+    """Segments of a row that a program reads at once, how many of its `width` columns, and the program's warps: for
+    `programs` of each lane, of which every sequence has about as many; stays: programs stay on their SMs, see `linger`.
 
-    Programs of the merge take places that the next kernel's could have: on an H200 one warp and 16 segments are
-    fastest (two sequences of 20,000 tokens 24.2 µs of 8 bits, not 27.0 as with four warps and 32), unless that
-    takes many rounds. Where programs stay, and linear layers start beside the merge, others are.
+    Programs of the merge take places that the next kernel's could have, so they are one warp each, and read all
+    segments in one round where they can: each round takes the time of a read from memory. Where programs stay, and
+    linear layers start beside the merge, few programs of whole rows are faster.
     """
     each = triton.cdiv(programs, batch) + 1
     if stays:
         segments, warps = (32, 4) if each > 16 else (8, 1)
-    elif each > _MOST_ROUNDS * 16 or (batch > 1 and each > 32):
-        segments, warps = 64, 4
-    else:
-        segments, warps = 16, 1
-    return min(segments, warps * _WARP_NUMBERS // columns), warps
+        segments = min(segments, warps * _WARP_NUMBERS // width)
+        return segments, width, warps
+    segments = min(max(power_of_two(each), 16), _MOST_SEGMENTS)
+    return segments, min(_WARP_NUMBERS // segments, width), 1

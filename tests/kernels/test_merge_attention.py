@@ -143,20 +143,23 @@ def test_segments_on_the_gpu():
     interpreted_segments("cuda")
 
 
-def test_tiles_of_segments_fit_registers_and_few_rounds():
-    pytest.importorskip("triton")
+def test_tiles_of_a_merge_hold_a_warps_registers_and_read_all_segments_at_once():
     from bladellm_kernels.merge_attention_triton import merge_tile
 
-    for programs in (1, 4, 16, 33, 66, 132, 264, 1056):
-        for batch in (1, 2, 3, 8, 64, 256):
-            for columns in (16, 64, 128, 256, 512):
-                segments, warps = merge_tile(programs, batch, columns, random.random() < 0.5)
-                assert segments & (segments - 1) == 0
-                assert segments > 0
-                assert segments * columns <= 2048 * warps <= 8192
-    # One warp of few segments, several of many.
-    assert merge_tile(33, 4, 128, False) == (16, 1)
-    assert merge_tile(66, 2, 128, False) == merge_tile(264, 1, 128, False) == (64, 4)
+    for programs in range(1, 400):
+        for batch, width in ((1, 16), (1, 128), (3, 256), (70, 512)):
+            segments, columns, warps = merge_tile(programs, batch, width, stays=False)
+            assert warps == 1
+            assert segments * columns <= 2048
+            assert width % columns == 0
+            assert segments > min(programs // batch, 63)
+            segments, columns, warps = merge_tile(programs, batch, width, stays=True)
+            assert columns == width
+            assert segments * columns <= 2048 * warps <= 8192
+            assert segments & (segments - 1) == 0 < segments
+    assert merge_tile(33, 4, 128, False) == (16, 128, 1)
+    assert merge_tile(33, 1, 128, False) == merge_tile(264, 1, 128, False) == (64, 32, 1)
+    assert merge_tile(33, 1, 128, True) == (32, 128, 4)
 
 
 def test_interpreted():
