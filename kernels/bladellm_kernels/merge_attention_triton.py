@@ -177,7 +177,7 @@ def _add_segments(
         logs = tl.load(segments.lse + place, mask=segment < count, other=float("-inf"), cache_modifier=".cg") * LOG2E
         places = segments.partial + place[:, None] * HEAD_DIM + column[None, :]
         mask = (segment < count)[:, None]
-        # Else all columns are inside. With a mask that says so fewer reads are under way at once.
+        # Tiles of a power of two end with it, and a mask that says so leaves fewer reads under way at once.
         if HEAD_DIM & (HEAD_DIM - 1):
             mask &= (column < HEAD_DIM)[None, :]
         outputs = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
@@ -260,12 +260,11 @@ def merge_tile(programs: int, batch: int, width: int, stays: bool) -> tuple[int,
 
     Programs of the merge take places that the next kernel's could have, so they are one warp each, and read all
     segments in one round where they can: each round takes the time of a read from memory. Where programs stay, and
-    linear layers start beside the merge, few programs of whole rows are faster.
+    linear layers start beside the merge, they take whole rows: tiles of columns were not measured there.
     """
     each = triton.cdiv(programs, batch) + 1
     if stays:
         segments, warps = (32, 4) if each > 16 else (8, 1)
-        segments = min(segments, warps * _WARP_NUMBERS // width)
-        return segments, width, warps
+        return min(segments, warps * _WARP_NUMBERS // width), width, warps
     segments = min(max(power_of_two(each), 16), _MOST_SEGMENTS)
     return segments, min(_WARP_NUMBERS // segments, width), 1
