@@ -30,6 +30,11 @@ TYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 """Elements that strides and inputs must be multiples of, and bytes that addresses must be, for 16-byte loads."""
 
+_SCHEDULES = Path(__file__).parent / "schedules"
+_RELATIVES = {(9, 0, 132): "nvidia_h100_80gb_hbm3"}
+"""Whose table a GPU has that nobody measured, by compute capability and multiprocessors. A table of the same chip is
+better than the rule: on an H100 the H200's saves 1 to 2 % of decode steps of 32 to 256 rows, 5 % of 576 rows."""
+
 _given_table: ScheduleTable | None = None
 
 
@@ -41,12 +46,14 @@ def use_table(table: ScheduleTable | None) -> None:
 
 @cache
 def measured_table(device: torch.device) -> ScheduleTable:
-    """What the benchmarks measured on a GPU of this name, `schedules/linear_*.json`, or an empty table."""
+    """What the benchmarks measured on a GPU of this name, `schedules/linear_*.json`, or on one with the same chip; an
+    empty table where there is none."""
     if device.type != "cuda":
         return ScheduleTable()
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "_")
-    path = Path(__file__).parent / "schedules" / f"linear_{name}.json"
-    return load_table(path) if path.exists() else ScheduleTable()
+    chip = torch.cuda.get_device_properties(device)
+    names = chip.name.lower().replace(" ", "_"), _RELATIVES.get((chip.major, chip.minor, chip.multi_processor_count))
+    paths = (_SCHEDULES / f"linear_{name}.json" for name in names)
+    return next((load_table(path) for path in paths if path.exists()), ScheduleTable())
 
 
 def linear(

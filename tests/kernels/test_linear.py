@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.interpreted import run_interpreted
 
 HALVES = (torch.float16, torch.bfloat16)
+SCHEDULES = Path(module.__file__).parent / "schedules"
+TABLES = sorted(SCHEDULES.glob("linear_*.json"))
 
 
 def expected_of(call) -> torch.Tensor:
@@ -169,7 +172,7 @@ def test_tables_say_what_they_were_told(tmp_path):
     assert loaded.choose(3, 96, 31) == default_schedule(3)
 
 
-@pytest.mark.parametrize("path", sorted((Path(module.__file__).parent / "schedules").glob("linear_*.json")), ids=str)
+@pytest.mark.parametrize("path", TABLES, ids=str)
 def test_measured_tables_hold_their_rows(path):
     for entries in load_table(path).entries.values():
         for entry in entries:
@@ -181,9 +184,25 @@ def test_measured_tables_hold_their_rows(path):
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], ids=str)
 def test_the_shipped_table_has_measured_each_captured_step_of_llama_8b(shape):
     """No entry of another size stands in: between two, layers take up to a third longer."""
-    table = load_table(Path(module.__file__).parent / "schedules" / "linear_nvidia_h200.json")
-    measured = {entry.rows for entry in table.entries[*shape, False]}
-    assert {size for size in DEFAULT_SIZES if size > MAX_ROWS} <= measured
+    for table in map(load_table, TABLES):
+        measured = {entry.rows for entry in table.entries[*shape, False]}
+        assert {size for size in DEFAULT_SIZES if size > MAX_ROWS} <= measured
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "table"),
+    [
+        ("NVIDIA H200", 132, "linear_nvidia_h200.json"),
+        ("NVIDIA H100 80GB HBM3", 132, "linear_nvidia_h100_80gb_hbm3.json"),
+        ("NVIDIA H800", 132, "linear_nvidia_h100_80gb_hbm3.json"),
+        ("NVIDIA H100 PCIe", 114, None),
+    ],
+)
+def test_a_gpu_has_the_table_of_its_name_or_of_one_built_alike(name, multiprocessors, table, monkeypatch):
+    chip = SimpleNamespace(name=name, major=9, minor=0, multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    found = module.measured_table.__wrapped__(torch.device("cuda", 0))
+    assert found == (ScheduleTable() if table is None else load_table(SCHEDULES / table))
 
 
 def test_a_wrong_table_names_the_shape(tmp_path):
