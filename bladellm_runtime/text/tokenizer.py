@@ -11,6 +11,7 @@ from bladellm_runtime.errors import CheckpointError, ConfigError, ParameterError
 from bladellm_runtime.text.folder_tokenizer import FolderTokenizer, read_folder
 from bladellm_runtime.text.special_tokens import SpecialTokenGuard
 from bladellm_runtime.text.template import ChatTemplate
+from bladellm_runtime.text.text_cuts import PART_CHARACTERS, TextCuts
 from bladellm_runtime.text.token_bytes import TokenBytes
 from bladellm_runtime.text.token_json import TokenJson
 
@@ -54,6 +55,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._json = {skip: TokenJson(self.token_bytes, self.special_ids if skip else ()) for skip in (False, True)}
         self.guard = SpecialTokenGuard(backend)
+        self._cuts = TextCuts.of(backend)
 
     @staticmethod
     def load(folder: Path, chat_template_file: Path | None = None) -> "Tokenizer":
@@ -104,6 +106,8 @@ class Tokenizer:
         Lone surrogates raise `ParameterError` naming `param`.
         """
         check_text(text, param)
+        if self._cuts is not None and len(text) >= 2 * PART_CHARACTERS:
+            return self._cuts.encode(text, add_special_tokens=add_special_tokens)
         # The batch call lets other Python threads run meanwhile; `encode` holds the interpreter lock.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
