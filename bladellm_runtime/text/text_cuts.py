@@ -25,7 +25,7 @@ LETTERS = "A-Za-z\u4e00-\u9fa5"
 CUT = re.compile(f"(?<=[{LETTERS}])(?=[ \uff0c\u3002\u3001][{LETTERS}])")
 ACROSS_CUT = re.compile(f"[{LETTERS}][ \uff0c\u3002\u3001]")
 """What a special token that a cut may divide has in it."""
-PART_CHARACTERS, MOST_PARTS = 1024, 16
+PART_CHARACTERS, MOST_PARTS = 1024, 64
 """Fewer are tokenized in the time that it takes to share them out."""
 
 _LLAMA3 = (
