@@ -12,6 +12,8 @@ from bladellm_runtime.text.chat import render_chat
 from bladellm_runtime.text.tokenizer import Tokenizer
 
 TIME_LIMIT = 30.0
+SHORT_TEXT = 256
+"""Characters that are tokenized in less time than it takes to hand them to a thread and back."""
 LONG_TEXT = 2**18
 """Characters. A text of so many takes a tenth of a second or more, and one of megabytes many seconds."""
 
@@ -65,7 +67,9 @@ class TextPool:
     async def encode(
         self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
-        """`Tokenizer.encode` in a thread."""
+        """`Tokenizer.encode`, in a thread unless the text is short."""
+        if len(text) <= SHORT_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         work = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param)
         return await self._run(len(text), param, work)
 

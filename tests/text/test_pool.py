@@ -6,7 +6,7 @@ import pytest
 
 from bladellm_runtime.errors import ParameterError
 from bladellm_runtime.text.chat import render_chat
-from bladellm_runtime.text.pool import LONG_TEXT, PoolBusyError, TextPool
+from bladellm_runtime.text.pool import LONG_TEXT, SHORT_TEXT, PoolBusyError, TextPool
 from tests.text.samples import demo, sentencepiece
 
 SECONDS = 60.0
@@ -110,11 +110,12 @@ def test_a_call_that_takes_too_long_is_a_parameter_error():
         blocker = asyncio.ensure_future(pool.run("x", may_end.wait, SECONDS))
         await asyncio.sleep(0)
         with pytest.raises(PoolBusyError):
-            await pool.encode(demo(), "hi")
+            await pool.encode(demo(), "hi " * SHORT_TEXT)
+        assert await pool.encode(demo(), "hi") == demo().encode("hi")
         await asyncio.gather(blocker, return_exceptions=True)
         may_end.set()
         pool.time_limit = SECONDS
-        assert await pool.encode(demo(), "hi") == demo().encode("hi")
+        assert await pool.encode(demo(), "hi " * SHORT_TEXT) == demo().encode("hi " * SHORT_TEXT)
 
     may_end = threading.Event()
 
@@ -125,7 +126,7 @@ def test_short_texts_do_not_wait_for_long_ones(monkeypatch):
     tokenizer, may_end = demo(), threading.Event()
 
     def encode(text, **options):
-        assert len(text) < 10 or may_end.wait(SECONDS)
+        assert len(text) < LONG_TEXT or may_end.wait(SECONDS)
         return [len(text)]
 
     monkeypatch.setattr(tokenizer, "encode", encode)
@@ -133,7 +134,8 @@ def test_short_texts_do_not_wait_for_long_ones(monkeypatch):
     async def work(pool):
         long = [asyncio.ensure_future(pool.encode(tokenizer, "a" * LONG_TEXT)) for _ in range(9)]
         await asyncio.sleep(0)
-        assert await pool.encode(tokenizer, "hi") == [2]
+        for characters in (2, SHORT_TEXT + 1):
+            assert await pool.encode(tokenizer, "a" * characters) == [characters]
         may_end.set()
         assert await asyncio.gather(*long) == [[LONG_TEXT]] * 9
 
