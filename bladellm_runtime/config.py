@@ -60,7 +60,8 @@ class EngineArgs:
     target_tbt_ms: float | None = flag(
         None,
         "Milliseconds that a step may take while requests decode: prompts are prefilled in chunks that fit, larger "
-        "ones when prompts queue up or take much of the time. 0: no bound. Default: 14 in a server on a GPU, else 0.",
+        "ones when prompts queue up or take much of the time, or by a tenth where a prompt then takes two steps for "
+        "three, or one for two. 0: no bound. Default: 14 in a server on a GPU, else 0.",
         group="Engine", low=0, high=60_000,
     )  # fmt: skip
     max_gpu_memory_utilization: float = flag(

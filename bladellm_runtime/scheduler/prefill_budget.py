@@ -21,6 +21,9 @@ BUSY_SHARE = 0.5
 """Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
 BUSY_BOUNDS = 1.5
 """Bounds that a step may take for that."""
+STRETCHED_STEPS, STRETCH = 3, 1.1
+"""Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
+would be longer by half or a third for a little of TBT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +61,33 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
     """Prompt tokens for the next step, from 1 to `limit`.
 
     Without decodes the first prompt goes in whole, and others with it as far as the bound allows. With decodes a
-    prompt is cut into equal chunks that keep the bound. Either fills the step: it would take as long with padding.
+    prompt is cut into equal chunks that keep the bound, or go beyond it by `STRETCH` where a short prompt then takes a
+    step less. Either fills the step: it would take as long with padding.
     """
     room = _tokens_within(bound, demand)
     if demand.decode_rows == 0:
         room = max(room, padded(demand.tokens, bound.cost.sizes))
     elif not demand.queued:
-        room = _equal_chunk(bound, demand, room)
+        room = _equal_chunk(bound, demand, _stretched(bound, demand, room))
     return min(room, limit)
 
 
-def _tokens_within(bound: StepBound, demand: PrefillDemand) -> int:
-    """The most prompt tokens that keep the bound and fill a step, decode rows included; at least `MIN_TOKENS`."""
+def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:
+    """What fits into a bound longer by `STRETCH` where a prompt of few steps then takes one less, else `room`."""
+    chunks = -(-demand.tokens // room)
+    if not 1 < chunks <= STRETCHED_STEPS:
+        return room
+    wide = _tokens_within(bound, demand, STRETCH * bound.milliseconds)
+    return wide if -(-demand.tokens // wide) < chunks else room
+
+
+def _tokens_within(bound: StepBound, demand: PrefillDemand, least: float = 0.0) -> int:
+    """The most prompt tokens that keep the bound, or `least` milliseconds if that is more, and fill a step, decode rows
+    included; at least `MIN_TOKENS`."""
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
-    room = max(_allowed(bound, base, demand) - base, cost.step)
+    room = max(max(_allowed(bound, base, demand), least) - base, cost.step)
     tokens = cost.prefill_tokens(room, demand.start)
     most = _full(rows + tokens, cost.sizes) - rows
     return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows

@@ -37,7 +37,7 @@ PEER = {8: ("39/62", "5.2/29"), 16: ("56/90", "6.0/37"), 24: ("96/145", "8.6/82"
 DEPTH = 2
 
 
-def step_ms(load: StepLoad) -> float:
+def step_ms(load: StepLoad, cost: StepCost) -> float:
     """How long the simulated device takes for a step: a mixed one no less than its decode rows alone."""
     rows = load.decode_rows
     decode = 0.0
@@ -46,8 +46,8 @@ def step_ms(load: StepLoad) -> float:
         low, high = DECODE_ROWS[index - 1], DECODE_ROWS[index]
         share = (rows - low) / (high - low)
         decode = DECODE_MS[index - 1] * (1 - share) + DECODE_MS[index] * share
-        decode += COST.decode_kv * (load.decode_kv - DECODE_KV * rows)
-    return max(decode, COST.milliseconds(load)) if load.prefill_tokens else decode
+        decode += cost.decode_kv * (load.decode_kv - DECODE_KV * rows)
+    return max(decode, cost.milliseconds(load)) if load.prefill_tokens else decode
 
 
 @dataclass
@@ -77,7 +77,14 @@ class SimulatedEngine:
     launch_ahead: how long before a step ends the next one is planned; None as soon as there is a place for it.
     """
 
-    def __init__(self, bound: StepBound | None, launch_ahead: float | None, max_batch_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        bound: StepBound | None,
+        launch_ahead: float | None,
+        max_batch_tokens: int = 2048,
+        cost: StepCost = COST,
+    ) -> None:
+        self._cost = cost
         self.now = 0.0
         self.found = Latencies()
         self._launch_ahead = launch_ahead
@@ -113,7 +120,7 @@ class SimulatedEngine:
         plan = self._scheduler.plan()
         if plan is not None:
             self.now += HOST_MS
-            self._free = max(self.now, self._free) + step_ms(plan.load)
+            self._free = max(self.now, self._free) + step_ms(plan.load, self._cost)
             self._in_flight.append((plan, self._free))
         if plan is None or len(self._in_flight) == DEPTH:
             self._complete(arrivals)
@@ -146,10 +153,10 @@ def simulate(
     target_tbt_ms: float, rate: float, args: argparse.Namespace, launch_ahead: float | None
 ) -> tuple[float, float, float, float]:
     """The percentiles of `Latencies` at one load; a target of 0 is no bound."""
-    cost = replace(COST, sizes=()) if args.sizes_unknown else COST
-    bound = StepBound(target_tbt_ms, cost) if target_tbt_ms else None
+    cost = replace(COST, token=args.token_us / 1e3)
+    bound = StepBound(target_tbt_ms, replace(cost, sizes=()) if args.sizes_unknown else cost) if target_tbt_ms else None
     arrivals = poisson(rate, args.requests, args.seed, lambda _: int(args.input))
-    return SimulatedEngine(bound, launch_ahead).run(arrivals, args.output).percentiles()
+    return SimulatedEngine(bound, launch_ahead, cost=cost).run(arrivals, args.output).percentiles()
 
 
 def main() -> None:
@@ -158,6 +165,9 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[8, 16, 24, 28, 32], help="requests a second")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
+    parser.add_argument(
+        "--token_us", type=float, default=1e3 * COST.token, help="of a step with prompts, for each token"
+    )
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--launch_ahead", type=float, default=1.5, help="below 0: plan as soon as possible")
     parser.add_argument("--sizes_unknown", action="store_true", help="the policy knows of no padding")
