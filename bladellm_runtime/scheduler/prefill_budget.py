@@ -16,11 +16,11 @@ STEP_MULTIPLE = 64
 """Kernels work on token counts like this. Steps that are not padded to captured sizes are multiples of it."""
 QUEUE_STEPS = 5
 """Bounds in which the prefill of the prompts behind the first has to be done. With 3 small bursts delay the decodes,
-with 8 the TTFT at high load is a quarter longer (docs/prefill_chunks.md)."""
+with 8 the TTFT and TBT at high load are longer (docs/prefill_chunks.md)."""
 BUSY_SHARE = 0.5
 """Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
-BUSY_BOUNDS = 1.5
-"""Bounds that a step may take for that."""
+BUSY_BOUNDS = 2.0
+"""Bounds that a step may take for that: with 1.5 a prompt of 1,024 tokens never fits into one."""
 STRETCHED_STEPS, STRETCH = 3, 1.1
 """Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
 would be longer by half or a third for a little of TBT."""
