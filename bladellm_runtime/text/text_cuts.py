@@ -21,12 +21,13 @@ from typing import Any, Self
 
 import tokenizers
 
-LETTERS = "A-Za-z\u4e00-\u9fa5"
-CUT = re.compile(f"(?<=[{LETTERS}])(?=[ \uff0c\u3002\u3001][{LETTERS}])")
-ACROSS_CUT = re.compile(f"[{LETTERS}][ \uff0c\u3002\u3001]")
-"""What a special token that a cut may divide has in it."""
-PART_CHARACTERS, MOST_PARTS = 1024, 64
-"""Fewer are tokenized in the time that it takes to share them out."""
+LETTERS, MARKS = "A-Za-z\u4e00-\u9fa5", " \uff0c\u3002\u3001"
+CUT = re.compile(f"(?<=[{LETTERS}])(?=[{MARKS}][{LETTERS}])")
+ACROSS_CUT = re.compile(f"[{LETTERS}][{MARKS}]")
+"""What an added token that a cut may divide has in it."""
+PART_CHARACTERS = 1024
+"""Of a part, at least: fewer are tokenized in the time that it takes to share them out."""
+MOST_PARTS = 64
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -58,7 +59,7 @@ class TextCuts:
         return cls(backend, tuple(around[:place]), tuple(around[place + len(plain) :]))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids that the backend has for the text; its parts are tokenized in threads."""
+        """The ids that the backend has for the text; the parts of a long one are tokenized in threads."""
         encodings = self.backend.encode_batch_fast(parts_of(text), add_special_tokens=False)
         ids = list(chain.from_iterable(encoding.ids for encoding in encodings))
         return [*self.before, *ids, *self.behind] if add_special_tokens else ids

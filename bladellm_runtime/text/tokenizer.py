@@ -11,7 +11,7 @@ from bladellm_runtime.errors import CheckpointError, ConfigError, ParameterError
 from bladellm_runtime.text.folder_tokenizer import FolderTokenizer, read_folder
 from bladellm_runtime.text.special_tokens import SpecialTokenGuard
 from bladellm_runtime.text.template import ChatTemplate
-from bladellm_runtime.text.text_cuts import PART_CHARACTERS, TextCuts
+from bladellm_runtime.text.text_cuts import TextCuts
 from bladellm_runtime.text.token_bytes import TokenBytes
 from bladellm_runtime.text.token_json import TokenJson
 
@@ -106,7 +106,7 @@ class Tokenizer:
         Lone surrogates raise `ParameterError` naming `param`.
         """
         check_text(text, param)
-        if self._cuts is not None and len(text) >= 2 * PART_CHARACTERS:
+        if self._cuts is not None:
             return self._cuts.encode(text, add_special_tokens=add_special_tokens)
         # The batch call lets other Python threads run meanwhile; `encode` holds the interpreter lock.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
