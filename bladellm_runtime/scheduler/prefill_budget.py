@@ -74,11 +74,16 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
 
 def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:
     """What fits into a bound longer by `STRETCH` where a prompt of few steps then takes one less, else `room`."""
-    chunks = -(-demand.tokens // room)
+    chunks = _chunks(demand.tokens, room)
     if not 1 < chunks <= STRETCHED_STEPS:
         return room
     wide = _tokens_within(bound, demand, STRETCH * bound.milliseconds)
-    return wide if -(-demand.tokens // wide) < chunks else room
+    return wide if _chunks(demand.tokens, wide) < chunks else room
+
+
+def _chunks(tokens: int, room: int) -> int:
+    """Into how many a prompt is cut."""
+    return -(-tokens // room)
 
 
 def _tokens_within(bound: StepBound, demand: PrefillDemand, least: float = 0.0) -> int:
@@ -87,7 +92,8 @@ def _tokens_within(bound: StepBound, demand: PrefillDemand, least: float = 0.0) 
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
-    room = max(max(_allowed(bound, base, demand), least) - base, cost.step)
+    allowed = max(_allowed(bound, base, demand), least)
+    room = max(allowed - base, cost.step)
     tokens = cost.prefill_tokens(room, demand.start)
     most = _full(rows + tokens, cost.sizes) - rows
     return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows
@@ -116,8 +122,7 @@ def _allowed_when_busy(bound: StepBound, base: float, load: float) -> float:
 def _equal_chunk(bound: StepBound, demand: PrefillDemand, room: int) -> int:
     """The chunk, `room` at most, with which the prompt takes no more steps, and none of them longer than need be."""
     rows = demand.decode_rows
-    chunks = -(-demand.tokens // room)
-    chunk = -(-demand.tokens // chunks)
+    chunk = -(-demand.tokens // _chunks(demand.tokens, room))
     return min(_filled(rows + chunk, bound.cost.sizes) - rows, room)
 
 
