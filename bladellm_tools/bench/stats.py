@@ -176,13 +176,13 @@ class Trend:
 def trend(times: Floats, values: Floats, confidence: float = CONFIDENCE) -> Trend | None:
     """Least-squares slope of an evenly spaced series; the margin is widened by the residuals' lag-1 correlation.
 
-    None of fewer than four points.
+    None of fewer than four points, and of times too close together for a slope.
     """
     count = len(times)
-    if count < 4:
-        return None
-    centred = times - times.mean()
+    centred = times - times.mean() if count else times
     spread = float(centred @ centred)
+    if count < 4 or spread == 0:
+        return None
     slope = float(centred @ values) / spread
     residual = values - values.mean() - slope * centred
     power = float(residual @ residual)

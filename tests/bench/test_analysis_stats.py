@@ -159,6 +159,8 @@ def test_the_least_slope_is_below_the_true_one() -> None:
     lines = [trend(times, 3 * times + rng.normal(0, 5, 12)) for _ in range(TRIALS)]
     assert np.mean([line is not None and line.least <= 3 for line in lines]) >= 0.95
     assert trend(times[:3], times[:3]) is None
+    assert trend(1e-200 * times, times) is None  # the squares of such distances are 0
+    assert trend(np.full(5, 7.0), times[:5]) is None
 
 
 @given(
