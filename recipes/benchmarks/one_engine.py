@@ -38,14 +38,15 @@ def longest(cases: Cases, args: argparse.Namespace) -> int:
 
 
 def build(args: argparse.Namespace, cases: Cases) -> Engine:
-    """The engine of the shape, with slots for the largest batch."""
+    """The engine of the shape, with as many slots as asked for, or enough for the largest batch."""
     folder = write_shape(args.models, args.shape, args.tokenizer_dir)
-    rows = max([*cases.decode, 256 if cases.offline else 2])
+    slots = args.max_running_requests or max([*cases.decode, 256 if cases.offline else 2])
     return build_engine(
         EngineArgs(
             model=str(folder), device=args.device, load_format="dummy", max_model_len=longest(cases, args),
-            max_running_requests=min(rows, args.max_running_requests), kv_cache_quant=args.kv_cache_quant,
-            kv_cache_gib=args.kv_cache_gib, max_gpu_memory_utilization=args.max_gpu_memory_utilization,
+            max_running_requests=slots, cuda_graph_max_batch_size=args.max_running_requests,
+            kv_cache_quant=args.kv_cache_quant, kv_cache_gib=args.kv_cache_gib,
+            max_gpu_memory_utilization=args.max_gpu_memory_utilization,
             tensor_parallel_size=args.tensor_parallel_size, disable_prompt_cache=True,
         )
     )  # fmt: skip
@@ -138,7 +139,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="decode steps timed a batch size")
     parser.add_argument("--repeats", type=int, default=15, help="prefills of 1024 tokens; fewer of longer ones")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to decode after a long prompt")
-    parser.add_argument("--max_running_requests", type=int, default=256)
+    parser.add_argument("--max_running_requests", type=int, help="slots, all captured; default: of the largest batch")
     parser.add_argument("--max_gpu_memory_utilization", type=float, default=0.93)
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--kv_cache_quant", default="no_quant")
