@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.decode_work import DecodeWorkspace, short_tokens
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill
@@ -129,7 +129,8 @@ def build_runner(
         max_model_len = fit_model_length(args.max_model_len, max_model_len, kv_spec, stages)
     limits = scheduler_limits(args, spec, max_model_len)
     with times.phase("plan attention"):
-        workspace = decode_workspace(spec, kv_spec.num_slots, shape, device, args.attn_cls == "paged")
+        short = short_tokens(whole.kv_heads, args.tensor_parallel_size)
+        workspace = decode_workspace(spec, kv_spec.num_slots, shape, device, args.attn_cls == "paged", short)
         planned = plan_prefill(spec, dtype, arena, limits)
     stage = place.stage(args, others, model.ends, device)
     runner = ModelRunner(model, arena, sampling, workspace, rotation, planned, stage)
@@ -216,13 +217,14 @@ def allocate_kv(
 
 
 def decode_workspace(
-    spec: ModelSpec, num_slots: int, shape: KvShape, device: torch.device, paged: bool
+    spec: ModelSpec, num_slots: int, shape: KvShape, device: torch.device, paged: bool, most_short: int
 ) -> DecodeWorkspace | None:
-    """Where decode attention on a GPU plans and keeps parts of its results; a CPU needs none."""
+    """Where decode attention on a GPU plans and keeps parts of its results; a CPU needs none. most_short: KV tokens of
+    a step, the same on all ranks."""
     if device.type != "cuda":
         return None
     heads = (spec.heads, spec.kv_heads, spec.head_dim)
-    return DecodeWorkspace(device, num_slots, *heads, 1, shape.format, shape.dtype, paged=paged)
+    return DecodeWorkspace(device, num_slots, *heads, 1, shape.format, shape.dtype, None, paged, most_short)
 
 
 def capture_steps(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from bladellm_kernels.decode_work import SHORT_TOKENS, DecodeWorkspace
+from bladellm_kernels.decode_work import DecodeWorkspace
 from torch import Tensor
 
 from bladellm_runtime.config import EngineArgs
@@ -40,7 +40,7 @@ def default_sizes(largest: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """The replays of one batch size: forward leaves logits, sampling, by stage of it, takes them. What changes logits
-    goes between. long: forward for steps with more than `SHORT_TOKENS`, where that is another one."""
+    goes between. long: forward for steps that are long to the `DecodeWorkspace`, where that is another one."""
 
     forward: Work
     long: Work
@@ -140,9 +140,13 @@ class StepGraphs:
         elif plan.prefixes:
             self._cascades[size]()
         else:
-            long = graph.long is not graph.forward and plan.starts.sum() > SHORT_TOKENS
+            long = graph.long is not graph.forward and self._is_long(plan)
             (graph.long if long else graph.forward)()
         return self._left(len(plan.slots))
+
+    def _is_long(self, plan: StepPlan) -> bool:
+        """Whether attention has so much to read that it had better have the device for itself."""
+        return self._workspace is not None and plan.starts.sum() > self._workspace.most_short
 
     def sampling_stage(self) -> int | None:
         """The stage of `sample` for the plan whose inputs were sent last; None where its logits are to be sampled

@@ -24,12 +24,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.decode_work import (
-    SHORT_TOKENS,
     DecodeSchedule,
     DecodeWork,
     DecodeWorkspace,
     default_schedule,
     row_tile,
+    short_tokens,
 )
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.hopper_device import is_hopper
@@ -151,7 +151,7 @@ def measure(
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
     specialized = is_hopper(device) and not problem.paged
-    long = sum(problem.lens) > SHORT_TOKENS
+    long = sum(problem.lens) > short_tokens(problem.kv_heads)
     own = default_schedule(*shape, warp_specialized=specialized, kv_heads=problem.kv_heads, long=long)
     plans = schedules or [own]
     for schedule, variant in product(plans, arguments.variants):

@@ -30,9 +30,10 @@ _MANY_SEQUENCES = 64
 _STATE = 4096
 """Most numbers of one warp's output state: 128 registers a thread."""
 _IDLE_NS = 3000
-SHORT_TOKENS = 131072
-"""KV tokens of a step up to which attention had better be `light`, beside linear layers that start early: that gains
-some 0.3 ms a step, and attention loses up to 6 % of its bandwidth. Sequences of more in all are `long`."""
+SHORT_HEAD_TOKENS = 1 << 20
+"""KV tokens of a step, times a rank's KV heads, up to which attention had better be `light`, beside linear layers that
+start early: that gains some 0.3 ms a step, and attention loses up to 6 % of its bandwidth. Of more the step is `long`.
+"""
 SEQUENCE_FIELDS = 5
 PROGRAM_FIELDS = 3
 
@@ -79,14 +80,20 @@ WARP_SPECIALIZED_SCHEDULES = {
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
 
 _MANY_KV_HEADS = 16
-_FEW_SEQUENCES = 16
+_FEW_SEQUENCES = range(3, 17)
 _FEW_BYTES = 128
 _TOGETHER = 2
 """Where K and V of a token and head are no more than `_FEW_BYTES`, a program takes two of many KV heads, and of a few
-long sequences: an H200 reads 256 bytes here and there faster than 128, and as fast wherever they lie."""
+long sequences: an H200 reads 256 bytes here and there faster than 128, and as fast wherever they lie. One or two
+sequences it reads faster by single heads."""
 
 LIGHT_SCHEDULES = ((1 << 30, DecodeSchedule(64, 4, 4, 1, stay_ns=4500)),)
 """By the most sequences: those that leave half of an SM to the kernel behind, of 512 bytes of K and V a token."""
+
+
+def short_tokens(kv_heads: int, ranks: int = 1) -> int:
+    """Most KV tokens of a step that is not `long`, for a model's KV heads shared by so many ranks: all agree on it."""
+    return SHORT_HEAD_TOKENS * ranks // kv_heads
 
 
 def default_schedule(
@@ -102,7 +109,7 @@ def default_schedule(
 ) -> DecodeSchedule:
     """Tiles of about 32 KiB, K and V together, and as many of them in flight as fit; rows: of a program's queries.
 
-    batch: sequences; long: of more than `SHORT_TOKENS` in all. light: leave half of an SM's shared memory to the kernel
+    batch: sequences; long: of more than `short_tokens` in all. light: leave half of an SM's shared memory to the kernel
     behind, where the format allows it. warp_specialized: whether there is such a kernel for the device and its memory.
     kv_heads: of the layer.
     """
@@ -111,7 +118,7 @@ def default_schedule(
     token_bytes = _token_bytes(head_dim, format, dtype)
     if warp_specialized and rows == 8 and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
         schedule = WARP_SPECIALIZED_SCHEDULES[token_bytes]
-        together = kv_heads >= _MANY_KV_HEADS or (long and batch <= _FEW_SEQUENCES)
+        together = kv_heads >= _MANY_KV_HEADS or (long and batch in _FEW_SEQUENCES)
         heads = gcd(kv_heads, _TOGETHER) if token_bytes <= _FEW_BYTES and together else 1
         schedule = replace(schedule, block_kv=schedule.block_kv // heads, lane_heads=heads)
     else:
@@ -194,8 +201,8 @@ class DecodeWorkspace:
     """Memory for the partial states of decode attention over up to `max_batch` sequences, and the planning of steps.
 
     heads, kv_heads, head_dim, format, dtype: of all layers that share it (dtype is the model's). max_query_len: most
-    query tokens of a sequence. schedule: None for the default one. paged: as in `KvLayer`. One workspace serves one
-    stream.
+    query tokens of a sequence. schedule: None for the default one. paged: as in `KvLayer`. most_short: as of
+    `short_tokens`, None where no other rank has a part of the heads. One workspace serves one stream.
     """
 
     def __init__(
@@ -210,6 +217,7 @@ class DecodeWorkspace:
         dtype: torch.dtype = torch.bfloat16,
         schedule: DecodeSchedule | None = None,
         paged: bool = False,
+        most_short: int | None = None,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} KV heads do not divide {heads} query heads")
@@ -222,9 +230,11 @@ class DecodeWorkspace:
         self.format = format
         self.dtype = dtype
         self.given_schedule = schedule
+        self.most_short = short_tokens(kv_heads) if most_short is None else most_short
+        """KV tokens of a step beyond which it is `long`."""
         self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
-        sizes = list(product((1, max_batch), (False, True)))
+        sizes = list(product((1, min(_FEW_SEQUENCES.start, max_batch), max_batch), (False, True)))
         programs = {count: max(self.programs(count, batch, long=long) for batch, long in sizes) for count in queries}
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
@@ -245,7 +255,7 @@ class DecodeWorkspace:
     def differs_by_length(self, batch: int) -> bool:
         """Whether `long` may make a difference to so many sequences, whatever heads a rank has."""
         few = _token_bytes(self.head_dim, self.format, self.dtype) <= _FEW_BYTES
-        return self.warp_specialized and few and batch <= _FEW_SEQUENCES
+        return self.warp_specialized and few and batch in _FEW_SEQUENCES
 
     def programs(self, query_len: int, batch: int = 1, light: bool = False, long: bool = False) -> int:
         """Programs of each lane: of the KV heads that one takes, or a tile of their query rows."""

@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from bladellm_kernels.decode_work import SHORT_TOKENS
 
 from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine import build_runner
@@ -80,10 +79,11 @@ def test_fused_and_other_steps_take_turns(demo_model, monkeypatch):
         assert_equal(demo_model, PROMPTS, found)
 
 
-@pytest.mark.parametrize(("tokens", "replayed"), [(SHORT_TOKENS, "short"), (SHORT_TOKENS + 2, "long")])
+@pytest.mark.parametrize(("tokens", "replayed"), [(5000, "short"), (5002, "long")])
 def test_steps_that_read_many_tokens_have_a_graph_of_their_own(tokens, replayed):
     graphs, ran = object.__new__(StepGraphs), []
     graphs.inputs, graphs._left = SimpleNamespace(adapted=False), lambda rows: rows
+    graphs._workspace = SimpleNamespace(most_short=5000)
     graphs._graphs = {4: StepGraph(lambda: ran.append("short"), lambda: ran.append("long"), [])}
     plan = SimpleNamespace(prefixes=[], starts=np.array([tokens // 2, 0, tokens // 2]), slots=[3, 1, 2])
     assert graphs.forward(plan, 4) == 3

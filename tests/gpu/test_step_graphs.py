@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from bladellm_kernels.decode_work import SHORT_TOKENS
 
 from bladellm_runtime import LLM, SamplingParams
-from bladellm_runtime.engine import step_graphs
+from bladellm_runtime.engine import build_runner
 from bladellm_runtime.models.decoder import Decoder
 from tests.engine import reference
 from tests.engine.test_equality import assert_equal, greedy_params
@@ -120,12 +119,12 @@ def test_steps_of_long_contexts_have_a_graph_of_their_own(demo_model, name, monk
     params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=6, ignore_eos=True)
     options = {"dtype": "bfloat16", "kv_cache_quant": name, "kv_cache_gib": 0.5, "tokenizer_dir": str(demo_model)}
     found, replayed = [], []
-    for most in (200, SHORT_TOKENS):
-        monkeypatch.setattr(step_graphs, "SHORT_TOKENS", most)
+    for most in (200, 1 << 17):
+        monkeypatch.setattr(build_runner, "short_tokens", lambda kv_heads, ranks, most=most: most)
         with LLM(str(tmp_path), device="cuda", cuda_graph_batch_sizes=[1, 4], **options) as llm:
             graphs = llm._engine.core._runner._graphs._graphs
+            assert graphs[4].long is not graphs[4].forward
             for size, graph in graphs.items():
-                assert graph.long is not graph.forward
                 count = partial(replayed.append, (size, most))
                 graphs[size] = replace(graph, long=partial(both, count, graph.long))
             found.append([output.outputs[0] for output in llm.generate(prompts, params)])
