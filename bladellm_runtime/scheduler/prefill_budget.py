@@ -5,8 +5,10 @@ is fixed, here it follows from the measured cost of a step, the batch and the qu
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
 
 from bladellm_runtime.scheduler.step_cost import StepCost, padded
 
@@ -20,7 +22,7 @@ with 8 the TTFT and TBT at high load are longer (docs/prefill_chunks.md)."""
 BUSY_SHARE = 0.5
 """Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
 BUSY_BOUNDS = 2.0
-"""Bounds that a step may take for that: with 1.5 a prompt of 1,024 tokens never fits into one."""
+"""Bounds that a step may take for that, with one prompt: with 1.5 one of 1,024 tokens never fits."""
 STRETCHED_STEPS, STRETCH = 3, 1.1
 """Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
 would be longer by half or a third for a little of TBT."""
@@ -51,6 +53,10 @@ class PrefillDemand:
     load: float = 0.0
 
 
+Allowed: TypeAlias = Callable[[StepBound, float, PrefillDemand], float]
+"""Milliseconds that a step may take, by what it takes for decodes."""
+
+
 def queue_limit(bound: StepBound) -> float:
     """Queued prompt tokens beyond which their exact number does not matter: the bound gives way altogether."""
     one = bound.cost.prefill_milliseconds(1)
@@ -61,23 +67,23 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
     """Prompt tokens for the next step, from 1 to `limit`.
 
     Without decodes the first prompt goes in whole, and others with it as far as the bound allows. With decodes a
-    prompt is cut into equal chunks that keep the bound, or go beyond it by `STRETCH` where a short prompt then takes a
-    step less. Either fills the step: it would take as long with padding.
+    prompt is cut into equal chunks that keep the bound, or go beyond it where prompts take much of the time, or by
+    `STRETCH` where a short prompt then takes a step less: the first one alone, and others beside it no further than the
+    bound allows. Either fills the step: it would take as long with padding.
     """
-    room = _tokens_within(bound, demand)
+    shared = _tokens_within(bound, demand, _allowed)
     if demand.decode_rows == 0:
-        room = max(room, padded(demand.tokens, bound.cost.sizes))
-    elif not demand.queued:
-        room = _equal_chunk(bound, demand, _stretched(bound, demand, room))
-    return min(room, limit)
+        return min(max(shared, padded(demand.tokens, bound.cost.sizes)), limit)
+    alone = _equal_chunk(bound, demand, _stretched(bound, demand, _tokens_within(bound, demand, _allowed_alone)))
+    return min(max(alone, shared) if demand.queued else alone, limit)
 
 
 def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:
-    """What fits into a bound longer by `STRETCH` where a prompt of few steps then takes one less, else `room`."""
+    """What fits into a step longer by `STRETCH` where a prompt of few steps then takes one less, else `room`."""
     chunks = _chunks(demand.tokens, room)
     if not 1 < chunks <= STRETCHED_STEPS:
         return room
-    wide = _tokens_within(bound, demand, STRETCH * bound.milliseconds)
+    wide = _tokens_within(bound, demand, lambda *given: STRETCH * _allowed_alone(*given))
     return wide if _chunks(demand.tokens, wide) < chunks else room
 
 
@@ -86,14 +92,13 @@ def _chunks(tokens: int, room: int) -> int:
     return -(-tokens // room)
 
 
-def _tokens_within(bound: StepBound, demand: PrefillDemand, least: float = 0.0) -> int:
-    """The most prompt tokens that keep the bound, or `least` milliseconds if that is more, and fill a step, decode rows
-    included; at least `MIN_TOKENS`."""
+def _tokens_within(bound: StepBound, demand: PrefillDemand, allowed: Allowed) -> int:
+    """The most prompt tokens of a step no longer than is allowed, and that fill one, decode rows included; at least
+    `MIN_TOKENS`."""
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
-    allowed = max(_allowed(bound, base, demand), least)
-    room = max(allowed - base, cost.step)
+    room = max(allowed(bound, base, demand) - base, cost.step)
     tokens = cost.prefill_tokens(room, demand.start)
     most = _full(rows + tokens, cost.sizes) - rows
     return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows
@@ -107,16 +112,16 @@ def _allowed(bound: StepBound, base: float, demand: PrefillDemand) -> float:
     """
     horizon = QUEUE_STEPS * bound.milliseconds
     left = 1 - bound.cost.prefill_milliseconds(demand.queued) / horizon
-    for_queue = base / left if left > 0 else float("inf")
-    return max(bound.milliseconds, for_queue, _allowed_when_busy(bound, base, demand.load))
+    for_queue = base / left if left > 0 else inf
+    return max(bound.milliseconds, for_queue)
 
 
-def _allowed_when_busy(bound: StepBound, base: float, load: float) -> float:
-    """The same, before there is a queue: (t - base) / t is what steps of t have for prompts, of which these take
-    `BUSY_SHARE` when t = base / (1 - load / `BUSY_SHARE`)."""
-    left = 1 - load / BUSY_SHARE
-    most = BUSY_BOUNDS * bound.milliseconds
-    return min(base / left, most) if left > 0 else most
+def _allowed_alone(bound: StepBound, base: float, demand: PrefillDemand) -> float:
+    """The same for a step with tokens of the first prompt only, also before there is a queue: (t - base) / t is what
+    steps of t have for prompts, of which these take `BUSY_SHARE` when t = base / (1 - load / `BUSY_SHARE`)."""
+    left = 1 - demand.load / BUSY_SHARE
+    when_busy = min(base / left if left > 0 else inf, BUSY_BOUNDS * bound.milliseconds)
+    return max(_allowed(bound, base, demand), when_busy)
 
 
 def _equal_chunk(bound: StepBound, demand: PrefillDemand, room: int) -> int:

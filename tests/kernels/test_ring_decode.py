@@ -10,7 +10,7 @@ import torch
 from bladellm_kernels.cascade_decode_attention import CascadeWorkspace
 from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_shape import decode_shape
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule
+from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, short_tokens
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
@@ -316,3 +316,14 @@ def test_the_newest_tokens_are_those_that_the_kernel_before_wrote():
         for new, out in zip(written, outs, strict=True):
             case.kv.payload[rows] = new
             assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "tokens"), [(8, 1, 131072), (40, 1, 65536), (40, 2, 65536), (40, 3, 131072)]
+)
+def test_steps_of_many_heads_are_long_from_fewer_tokens_on(kv_heads, ranks, tokens):
+    assert short_tokens(kv_heads, ranks) == tokens
+    own = -(-kv_heads // ranks)
+    shape = (torch.device("cpu"), 4, own, own, 128)
+    assert DecodeWorkspace(*shape, most_short=short_tokens(kv_heads, ranks)).most_short == tokens
+    assert DecodeWorkspace(*shape).most_short == short_tokens(own)

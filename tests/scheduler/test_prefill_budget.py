@@ -172,6 +172,18 @@ def test_the_more_time_prompts_take_the_longer_steps_may_up_to_a_limit(bound):
         assert budgets[-1] <= least or milliseconds(demand, budgets[-1], bound) <= most * 1.001
 
 
+@pytest.mark.parametrize("bound", [BOUND, PADDED], ids=["alone", "padded"])
+def test_load_makes_steps_longer_for_the_first_prompt_and_not_for_pieces_of_others(bound):
+    rng = random.Random()
+    for _ in range(300):
+        demand = replace(some_demand(rng), queued=rng.randrange(1, 4000))
+        calm = prefill_budget(bound, demand, LIMIT)
+        busy = prefill_budget(bound, replace(demand, load=rng.uniform(0, 1)), LIMIT)
+        full = padded(demand.decode_rows + demand.tokens, bound.cost.sizes) - demand.decode_rows + STEP_MULTIPLE
+        assert calm <= busy <= max(calm, full)
+        assert busy >= prefill_budget(bound, replace(demand, queued=0), LIMIT)
+
+
 def test_busy_steps_have_twice_the_time_that_prompts_need():
     """Steps of t ms, of which 6 are for decodes: prompts that take 0.3 of the time need 0.6 of it, so t is 15."""
     rows, load = 8, 0.3
@@ -292,6 +304,13 @@ def test_near_what_the_device_can_do_load_makes_steps_longer_and_all_waits_short
     assert ttft < 0.95 * without[0]
     assert tbt <= without[2]
     assert longest <= 1.05 * without[3]
+
+
+def test_short_prompts_near_what_the_device_can_do_leave_tbt_at_the_bound(simulate_policy):
+    """Pieces of other prompts beside each would make all steps longer, for nobody's TTFT."""
+    arrivals = simulate_policy.poisson(44, 400, 1, lambda _: 512)
+    _, _, _, longest = simulate_policy.SimulatedEngine(PADDED, launch_ahead=1.5).run(arrivals, 128).percentiles()
+    assert longest < 1.25 * PADDED.milliseconds
 
 
 def test_on_a_device_a_little_slower_a_prompt_is_not_cut_once_more(simulate_policy, monkeypatch):
