@@ -1,6 +1,6 @@
 """`Planner`: fills a step with decode rows, prefill chunks and new requests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -20,7 +20,8 @@ COUNTED_PROMPTS = 256
 
 
 class Planner:
-    """Decode rows come first, oldest first, then prefill chunks, then new requests, all in arrival order.
+    """Decode rows come first, oldest first, then prefill chunks, then new requests, all in arrival order, but for short
+    prompts behind a long one, which get up to half of the tokens that it would have alone.
 
     Every decoding sequence keeps one token of the step's budget, planned or not. Since each prefill that ends took at
     least one token from the rest, there are never more decoding sequences than fit into one step: none has to take
@@ -54,6 +55,7 @@ class Planner:
             budget = self._bounded(self.bound, plan, budget, now)
         self._chunks = []
         if self._roster.prefilling:
+            budget = self._overtake(plan, budget, now)
             budget = self._continue_prefills(plan, budget)
         if self._roster.waiting:
             budget = self._admit(plan, budget, now)
@@ -157,11 +159,37 @@ class Planner:
             roster.preempt(victim)
         return True
 
+    def _overtake(self, plan: StepPlan, budget: int, now: float) -> int:
+        """Where the prompt in front fills the step and more, add chunks of those behind it that are much shorter;
+        returns what the others may have."""
+        line = list(self._own(self._roster.prefilling))
+        spare = budget // policy.OVERTAKING_SHARE
+        if not line or spare <= 0 or policy.tokens_left(line[0]) <= budget:
+            return budget
+        kept = budget - spare
+        for seq in self._overtaking(line, now):
+            spare -= self._add_chunk(plan, seq, spare)
+            if not spare:
+                break
+        return kept + spare
+
+    def _overtaking(self, line: list[Sequence], now: float) -> Iterator[Sequence]:
+        """Those behind the first of a line that may overtake it; from the queue as far as its head may, let in as they
+        are asked for."""
+        front, *behind = line
+        yield from (seq for seq in behind if policy.overtakes(seq, front))
+        while self._roster.waiting and policy.overtakes(self._roster.waiting[0], front):
+            seq = self._let_in(now)
+            if seq is None:
+                return
+            yield seq
+
     def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
         for seq in list(self._own(self._roster.prefilling)):
             if budget == 0:
                 break
-            budget -= self._add_chunk(plan, seq, budget)
+            if seq.last_step < plan.step:
+                budget -= self._add_chunk(plan, seq, budget)
         return budget
 
     def _admit(self, plan: StepPlan, budget: int, now: float) -> int:

@@ -4,6 +4,12 @@ from collections.abc import Iterable
 
 from bladellm_runtime.scheduler.sequence import Sequence
 
+SHORTER = 2
+"""A prompt may overtake one of which more than so many times its tokens are left."""
+OVERTAKING_SHARE = 2
+"""One in so many of a step's prompt tokens may go to those that overtake: the one in front takes so many times as long
+at most."""
+
 
 def admission_tokens(seq: Sequence) -> int:
     """KV tokens a sequence needs to enter: all it knows, and its first decode token if there will be one."""
@@ -18,6 +24,17 @@ def headroom(seq: Sequence, running: Iterable[Sequence]) -> int:
     overtakes the head of the queue, and with nothing running this is zero.
     """
     return sum(other.kv_end > other.reserved for other in running) << seq.preemptions
+
+
+def tokens_left(seq: Sequence) -> int:
+    """Prompt tokens that its prefill has still to do; of a waiting sequence all, as if nothing were cached."""
+    start, end = seq.prefill_range
+    return end - start
+
+
+def overtakes(seq: Sequence, front: Sequence) -> bool:
+    """Whether a prompt is so much shorter than what is left of the one in front that it need not wait for its end."""
+    return SHORTER * tokens_left(seq) < tokens_left(front)
 
 
 def chunk_tokens(seq: Sequence, budget: int, limit: int) -> int:

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import exp
 
 import numpy as np
 
@@ -149,13 +150,19 @@ def poisson(
     return arrivals
 
 
+def lengths(tokens: int, spread: float) -> Callable[[random.Random], int]:
+    """Prompt lengths of a log-normal distribution with that median, from 16 to 8,000; spread: the standard deviation of
+    their logarithm, 0 for all equal."""
+    return lambda rng: tokens if spread == 0 else max(16, min(8000, round(tokens * exp(rng.gauss(0.0, spread)))))
+
+
 def simulate(
     target_tbt_ms: float, rate: float, args: argparse.Namespace, launch_ahead: float | None
 ) -> tuple[float, float, float, float]:
     """The percentiles of `Latencies` at one load; a target of 0 is no bound."""
     cost = replace(COST, token=args.token_us / 1e3)
     bound = StepBound(target_tbt_ms, replace(cost, sizes=()) if args.sizes_unknown else cost) if target_tbt_ms else None
-    arrivals = poisson(rate, args.requests, args.seed, lambda _: int(args.input))
+    arrivals = poisson(rate, args.requests, args.seed, lengths(args.input, args.spread))
     return SimulatedEngine(bound, launch_ahead, cost=cost).run(arrivals, args.output).percentiles()
 
 
@@ -164,6 +171,9 @@ def main() -> None:
     parser.add_argument("--target_tbt_ms", nargs="+", type=float, default=[0, 10, 14, 18], help="0: no bound")
     parser.add_argument("--rates", nargs="+", type=float, default=[8, 16, 24, 28, 32], help="requests a second")
     parser.add_argument("--input", type=int, default=1024)
+    parser.add_argument(
+        "--spread", type=float, default=0.0, help="of the logarithm of input lengths; 1: very different"
+    )
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument(
         "--token_us", type=float, default=1e3 * COST.token, help="of a step with prompts, for each token"

@@ -8,7 +8,8 @@ from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
-from bladellm_runtime.scheduler.plan import StepPlan
+from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
+from bladellm_runtime.scheduler.policy import SHORTER
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta, one_by_one
 from tests.kv.fake_memory import FakeMemory
@@ -47,7 +48,6 @@ class Simulation:
         self.aborted: set[int] = set()
         self._live: dict[int, None] = {}
         self.loaded: list[int] = []
-        self.newest = -1
         self.protected: set[int] = set()
         memory = FakeMemory(spec, shares=shares, seed=seed)
         self.device = FakeDevice(limits, spec, self.requests, memory, self.running_slots)
@@ -178,23 +178,31 @@ class Simulation:
             assert [e.token_ids[0] for e in entries] == self.tokens(request.request_id)
 
     def _check_order(self, plan: StepPlan) -> None:
-        """First come, first served; and what was once the oldest is never loaded again."""
-        live = self._live
+        """First come, first served, but for short prompts behind a long one; and what was once the oldest is never
+        loaded again."""
+        live, begun = self._live, {*self.device.first_start}
         for load in plan.loads:
             assert load.choice in live, "an ended request is loaded"
             assert load.choice not in self.protected, "the oldest was preempted"
-            if load.choice not in self.device.first_start:
-                assert load.choice > self.newest, "a request overtook another"
-                self.newest = load.choice
+            if load.choice not in begun and any(older not in begun for older in live if older < load.choice):
+                assert self._is_short(plan, load), "a request overtook another"
+            begun.add(load.choice)
             self.loaded.append(load.choice)
         oldest = next(iter(live), -1)
-        if 0 <= oldest <= self.newest:
+        if oldest in begun:
             self.protected.add(oldest)
         running = {slot: load.choice for slot, load in self.device.loads.items()}
         running |= {load.slot: load.choice for load in plan.loads}
         decodes = [running[slot] for slot in plan.slots[: plan.num_decode]]
         assert decodes == sorted(decodes), "decode rows are not oldest first"
         assert all(running[slot] in live for slot in plan.slots), "a row is planned for an ended request"
+
+    def _is_short(self, plan: StepPlan, load: SlotLoad) -> bool:
+        """Whether an older prompt has a chunk in the plan, of which much more is left."""
+        loads = self.device.loads | {each.slot: each for each in plan.loads}
+        chunks = zip(plan.slots[plan.num_decode :], plan.starts[plan.num_decode :], strict=True)
+        left = {loads[slot].choice: len(loads[slot].token_ids) - start for slot, start in chunks}
+        return any(choice < load.choice and SHORTER * left[load.choice] < tokens for choice, tokens in left.items())
 
     def _check_slots(self, plan: StepPlan) -> None:
         """No slot is in more steps in flight than it is with one micro-batch."""

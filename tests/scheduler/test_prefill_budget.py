@@ -1,8 +1,6 @@
 """How many prompt tokens a step takes, in numbers and in a simulation of the scheduler with measured step times."""
 
-import importlib.util
 import random
-import sys
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,6 @@ from bladellm_runtime.scheduler.prefill_budget import (
 from bladellm_runtime.scheduler.prompt_load import AVERAGE_SECONDS, PromptLoad
 from bladellm_runtime.scheduler.sequence import Sequence
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad, chunk_pairs, padded
-from tests.conftest import ROOT
 from tests.scheduler.fake_device import limits_of, spec_of
 from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, simulation
@@ -265,18 +262,6 @@ def test_chunks_of_any_length_give_the_same_answers(monkeypatch):
         traffic.step()
         sim.check()
     sim.finish()
-
-
-@pytest.fixture(scope="module")
-def simulate_policy():
-    spec = importlib.util.spec_from_file_location(
-        "simulate_policy", ROOT / "recipes" / "benchmarks" / "simulate_policy.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def latencies(tool, bound: StepBound | None, rate: float) -> tuple[float, float, float, float]:
