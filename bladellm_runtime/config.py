@@ -19,6 +19,7 @@ KvCacheQuant = Literal["no_quant", "int8", "int4", "int8_affine", "int4_affine",
 KvArenaKind = Literal["auto", "memfd", "cuda", "relocating"]
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
 GIB = 1024**3
+DEFAULT_SLOTS = 256
 MIXED_FORMATS = {
     "mix_f852i4": "int8 or int4_affine",
     "mix_f843i4": "int8 or int4_affine",
@@ -45,9 +46,11 @@ class EngineArgs:
         None, "Longest prompt plus answer in tokens; default: the model's.", group="Model", low=8, high=2**24
     )
     dummy_seed: int = flag(0, "Seed of the weights of --load_format dummy.", group="Model", low=0, high=2**63 - 1)
-    max_running_requests: int = flag(
-        256, "Requests that run at once (slots); more wait in the queue.", group="Engine", low=1, high=4096
-    )
+    max_running_requests: int | None = flag(
+        None,
+        "Requests that run at once (slots); more wait in the queue. Default: 256; with a file of prompts on a GPU 512.",
+        group="Engine", low=1, high=4096,
+    )  # fmt: skip
     ragged_flash_max_batch_tokens: int | None = flag(
         None,
         "Most tokens in one step, decode rows and prefill chunks together; default: 8192 on a GPU, 2048 on a CPU.",
@@ -217,6 +220,11 @@ class EngineArgs:
     def result_rank(self) -> int:
         """The rank that reports what steps produced: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at once."""
+        return DEFAULT_SLOTS if self.max_running_requests is None else self.max_running_requests
 
     @property
     def micro_batches(self) -> int:

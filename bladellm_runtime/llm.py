@@ -11,6 +11,7 @@ from typing import Any
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
+from bladellm_runtime.engine.device import on_gpu
 from bladellm_runtime.errors import ParameterError, UserError
 from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams, check_cache_salt
@@ -21,6 +22,9 @@ from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, Token
 PREPARING_SECONDS = 0.001
 """How long to leave the processor to threads that compile constraints and load adapters, before looking whether they
 are done."""
+
+OFFLINE_REQUESTS = 512
+"""Twice as many as by default: on an H200 11,400 tokens/s of Llama-3.1-8B (512 in, 256 out), not 11,000."""
 
 
 @dataclass(slots=True)
@@ -55,18 +59,31 @@ class _Choice:
     completion: Completion
 
 
+def offline_args(model: str, options: dict[str, Any]) -> EngineArgs:
+    """The flags of an engine in which nobody waits for a token, only for the last one.
+
+    Steps are as full as they can be, unless a `target_tbt_ms` is given. On a GPU `OFFLINE_REQUESTS` run at once, unless
+    `max_running_requests` is given, and steps of as many rows are captured, unless a flag says of which.
+    """
+    args = EngineArgs(model=model, **options)
+    if args.target_tbt_ms is None:
+        args = replace(args, target_tbt_ms=0.0)
+    if on_gpu(args.device) and args.max_running_requests is None:
+        args = replace(args, max_running_requests=OFFLINE_REQUESTS)
+        if not args.cuda_graph_batch_sizes and not args.cuda_graph_max_batch_size and not args.disable_cuda_graph:
+            args = replace(args, cuda_graph_max_batch_size=OFFLINE_REQUESTS)
+    return args
+
+
 class LLM:
-    """An engine in this process. `options` are the fields of `EngineArgs`, as the command line spells them; steps are
-    as full as they can be unless `target_tbt_ms` is given.
+    """An engine in this process. `options` are the fields of `EngineArgs`, as the command line spells them, with the
+    defaults of `offline_args`.
 
     Use it as a context manager, or call `close()`, to give the memory back.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.args = EngineArgs(model=model, **options)
-        if self.args.target_tbt_ms is None:
-            # Nobody waits for a token here: only for the last one.
-            self.args = replace(self.args, target_tbt_ms=0.0)
+        self.args = offline_args(model, options)
         self._engine = build_engine(self.args)
         self.ready = self._engine.ready
         folder = Path(self.args.tokenizer_dir) if self.args.tokenizer_dir else self._engine.folder

@@ -122,7 +122,7 @@ def build_runner(
             place.write_to_ranks(args, others, parallel, model, table)
         sampling = None
         if model.ends.last:
-            sampling = SamplingState(args.max_running_requests, spec.vocab_size, spec.eos_token_ids, device)
+            sampling = SamplingState(args.slots, spec.vocab_size, spec.eos_token_ids, device)
             table.add("sampling state", sampling.bytes)
         stages = Stages.of(spec, None if parallel is None else parallel.plan)
         kv_spec, arena = allocate_kv(args, stages, shape, device, max_model_len, table, others)

@@ -16,12 +16,17 @@ DTYPES = {
 }
 
 
+def on_gpu(name: Device) -> bool:
+    """Whether a name of a device stands for a GPU here; cuda does, also where there is none."""
+    return name == "cuda" or (name == "auto" and torch.cuda.is_available())
+
+
 def pick_device(name: Device, index: int | None = None, ranks: int = 1) -> torch.device:
     """`auto` is cuda where a GPU can be used; index: which of them, the current one by default, of as many as this host
     has ranks. Raises `ConfigError` when cuda is asked for and there is none, or when there are fewer than ranks."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA device and a CUDA build of torch; use --device cpu")
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+    if on_gpu(name):
         # cuDNN's attention plans anew for every length: on an H200 each decode step of a new length took 45 ms, not 4.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # cuBLAS may add up parts of K rounded to 16 bits: with 64 parts errors are 5 times those of rounding weights.

@@ -50,9 +50,9 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     tokens = args.step_tokens
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
-    logits = 3 * min(tokens, args.max_running_requests) * spec.vocab_size * 4
+    logits = 3 * min(tokens, args.slots) * spec.vocab_size * 4
     # What the A of adapters leave of tokens, and of decode rows those of all slots.
-    rows = min(tokens, args.max_running_requests) * args.max_loras * max(dtype.itemsize, 2)
+    rows = min(tokens, args.slots) * args.max_loras * max(dtype.itemsize, 2)
     adapters = (TILE_PARTS * tokens * 4 + rows) * MAX_SLICES * args.max_lora_rank if args.enable_lora else 0
     # Dequantized keys and values, at most 256 MiB, kernels' work lists; and the parts of long prefixes, a few at once.
     attention = GIB // 2 + ATTENTION_STATES * tokens * spec.heads * spec.head_dim * max(dtype.itemsize, 2)
@@ -110,7 +110,7 @@ def make_kv_spec(
     largest = plan_spec(
         grouped[most],
         budget_bytes=budget // own * most,
-        num_slots=args.max_running_requests,
+        num_slots=args.slots,
         max_model_len=max_model_len,
         granule_tokens_hint=GRANULE_TOKENS,
         page_bytes=page,

@@ -64,7 +64,7 @@ class RankPlace:
         """What the runner does together with other stages."""
         if others is None or others.links is None:
             return Stage()
-        return PipelineStage(ends, args.steps_in_flight, others.links, args.max_running_requests, device)
+        return PipelineStage(ends, args.steps_in_flight, others.links, args.slots, device)
 
     def write_to_ranks(
         self, args: EngineArgs, others: Others, parallel: TensorParallel, model: Decoder, table: MemoryTable
@@ -74,7 +74,7 @@ class RankPlace:
         if others.layer is not None:
             others.layer.overlap_sums(args.overlap_sums_tokens)
         if others.layer is not None and model.device.type == "cuda":
-            rows, logits = max(args.step_tokens, args.max_running_requests), args.max_running_requests
+            rows, logits = max(args.step_tokens, args.slots), args.slots
             columns, hidden = parallel.plan.vocab_rows, model.spec.hidden_size
             taken = others.layer.write_to_ranks(rows, hidden, logits, columns, model.dtype, model.device)
             table.add("sums over ranks", taken)

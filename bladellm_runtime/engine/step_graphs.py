@@ -28,7 +28,7 @@ def graph_sizes(args: EngineArgs) -> list[int]:
     if args.disable_cuda_graph:
         return []
     wanted = args.cuda_graph_batch_sizes or default_sizes(args.cuda_graph_max_batch_size or DEFAULT_LARGEST)
-    return sorted({min(size, args.max_running_requests) for size in wanted})
+    return sorted({min(size, args.slots) for size in wanted})
 
 
 def default_sizes(largest: int) -> list[int]:

@@ -219,10 +219,11 @@ class Ranks:
     def _differs(self, hello: Hello) -> str | None:
         for name, value in self._flags.items():
             if name not in OWN_FLAGS and hello.flags.get(name) != value:
-                return (
-                    f"rank {hello.rank} was started with --{name} {hello.flags.get(name)} and rank 0 with {value}; "
-                    "give the hosts the same flags"
+                own, theirs = (
+                    f"without --{name}" if flag is None else f"with --{name} {flag}"
+                    for flag in (value, hello.flags.get(name))
                 )
+                return f"rank {hello.rank} was started {theirs} and rank 0 {own}; give the hosts the same flags"
         if hello.model != self._model:
             return (
                 f"rank {hello.rank} has another --model than rank 0, or one that was split in another way; "

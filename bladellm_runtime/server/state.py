@@ -106,7 +106,7 @@ def make_state(
         adapters=args.enable_lora,
     )
     metrics = Metrics(count_steps=place.number == 0)
-    admission = Admission(args.max_running_requests + args.max_queue_size, place.counts.open_requests)
+    admission = Admission(args.slots + args.max_queue_size, place.counts.open_requests)
     state = ServerState(
         args=args,
         client=client,

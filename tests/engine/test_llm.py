@@ -6,7 +6,9 @@ import torch
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import TARGET_TBT_MS, target_tbt
+from bladellm_runtime.engine.step_graphs import graph_sizes
 from bladellm_runtime.errors import ParameterError
+from bladellm_runtime.llm import OFFLINE_REQUESTS, offline_args
 
 
 def test_nobody_waits_for_tokens_of_a_file_of_prompts(demo_model):
@@ -18,6 +20,20 @@ def test_nobody_waits_for_tokens_of_a_file_of_prompts(demo_model):
     with LLM(str(demo_model), device="cpu", kv_cache_gib=0.05, target_tbt_ms=5.0) as llm:
         assert target_tbt(llm.args, gpu) == 5.0
         assert llm._engine.core._scheduler._planner.bound.milliseconds == 5.0
+
+
+@pytest.mark.parametrize(("options", "slots", "captured"), [
+    ({}, OFFLINE_REQUESTS, OFFLINE_REQUESTS),
+    ({"cuda_graph_max_batch_size": 64}, OFFLINE_REQUESTS, 64),
+    ({"cuda_graph_batch_sizes": [1, 8]}, OFFLINE_REQUESTS, 8),
+    ({"disable_cuda_graph": True}, OFFLINE_REQUESTS, 0),
+    ({"max_running_requests": 300}, 300, 256),
+    ({"device": "cpu"}, 256, 256),
+])  # fmt: skip
+def test_a_gpu_runs_more_of_a_file_at_once_and_has_such_steps_captured(options, slots, captured):
+    args = offline_args("m", {"device": "cuda"} | options)
+    assert args.slots == slots
+    assert max(graph_sizes(args), default=0) == captured
 
 
 @pytest.mark.parametrize("bad", ["\ud800", [5, 3.5], [5, "6"], None, 7])

@@ -66,9 +66,17 @@ def test_a_rank_with_another_model_is_refused(ranks, args):
 
 
 def test_a_rank_with_other_flags_is_refused(ranks, args):
-    with joined(ranks, replace(args, max_running_requests=7), "digest"):
+    with joined(ranks, replace(args, max_running_requests=8), "digest"):
         assert ranks.verdict(WAIT_S) == (
-            "the engine stopped: rank 1 was started with --max_running_requests 7 and rank 0 with 256; give the hosts "
+            "the engine stopped: rank 1 was started with --max_running_requests 8 and rank 0 without "
+            "--max_running_requests; give the hosts the same flags"
+        )
+
+
+def test_a_rank_with_another_value_of_a_flag_is_refused(ranks, args):
+    with joined(ranks, replace(args, dtype="float32"), "digest"):
+        assert ranks.verdict(WAIT_S) == (
+            "the engine stopped: rank 1 was started with --dtype float32 and rank 0 with --dtype auto; give the hosts "
             "the same flags"
         )
 

@@ -373,7 +373,7 @@ def main() -> None:
     options = parser.parse_args()
     launch = msgspec.json.decode(sys.stdin.buffer.readline())
     args = msgspec.convert(launch["args"], EngineArgs)
-    settings = FakeSettings(**{"slots": args.max_running_requests, **options.settings})
+    settings = FakeSettings(**{"slots": args.slots, **options.settings})
     if args.max_model_len is not None:
         settings.max_model_len = args.max_model_len
     threading.Thread(target=exit_with_front_end, daemon=True).start()
