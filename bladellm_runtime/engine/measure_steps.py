@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import inf
 from statistics import median
@@ -25,7 +26,7 @@ SHORT_PROMPT, SHORT_REQUESTS = 16, 64
 """Many requests with little KV beside those prompts tell what a decode row costs apart from the KV it reads."""
 
 UNUSUAL = 1.5
-"""Times the line, or one so many-th of it."""
+"""Times what is expected, or one so many-th of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +62,23 @@ def measure_step_cost(
         "a step with prompts takes %.1f ms, %.2f µs a token, %.2f µs more a decode row and %.3f µs a token of its KV; "
         "of %d steps half are within %.1f %% of that",
         cost.step, 1e3 * cost.token, 1e3 * cost.decode_row, 1e3 * cost.decode_kv,
-        len(usual), 100 * median(abs(cost.milliseconds(load) / time - 1) for load, time in usual),
+        len(usual), 100 * median(abs(cost.milliseconds(load) / ms - 1) for load, ms in usual),
     )  # fmt: skip
     return cost
 
 
 def _usual(measured: list[tuple[StepLoad, float]], sizes: Sequence[int]) -> list[tuple[StepLoad, float]]:
-    """The steps in which nothing was done for the first time, such as loading a kernel."""
-    line = fit_step_cost(measured, sizes)
-    return [(load, time) for load, time in measured if 1 / UNUSUAL <= time / line.milliseconds(load) <= UNUSUAL]
+    """The steps in which nothing was done for the first time, such as loading a kernel, and whose end was seen in time:
+    near the median of those with as many prompt tokens, and not far above the line."""
+    like: dict[int, list[float]] = defaultdict(list)
+    for load, ms in measured:
+        like[load.prefill_tokens].append(ms)
+    near = [
+        (load, ms) for load, ms in measured
+        if 0 < ms <= UNUSUAL * median(like[load.prefill_tokens]) <= UNUSUAL**2 * ms
+    ]  # fmt: skip
+    line = fit_step_cost(near, sizes)
+    return [(load, ms) for load, ms in near if ms <= UNUSUAL * line.milliseconds(load)]
 
 
 def _prompts() -> Iterator[int]:

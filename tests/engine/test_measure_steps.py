@@ -114,3 +114,11 @@ def test_one_slot_and_little_memory_are_enough(runner, tokens):
     cost = measured(runner, True, slots=1, tokens=tokens, max_model_len=4096)
     load = StepLoad(0, 0, 256, chunk_pairs(0, 256))
     assert cost.milliseconds(load) == pytest.approx(COST.milliseconds(load), rel=0.2)
+
+
+def test_steps_far_from_others_like_them_or_far_above_the_line_are_left_out():
+    loads = [StepLoad(0, 0, tokens, 0) for tokens in (256, 512, 1024) * 4]
+    usual = [(load, COST.milliseconds(load)) for load in loads]
+    for strange in (0.0, 1.0, 10.0, 500.0):
+        assert measure_steps._usual([*usual, (loads[2], strange)], ()) == usual
+    assert measure_steps._usual([(StepLoad(0, 0, 700, 0), 400.0), *usual], ()) == usual
