@@ -27,7 +27,10 @@ class Runner(Protocol):
     is launched up to its logits: `sample` launches the rest before anything else is, and returns what takes the place
     of what `launch` returned. These three raise `StepMemoryError` for a step that has no result, after which `recover`
     is called once all others are collected, and `DeviceLostError` when there is no going on: then `abandon` takes the
-    place of `close`, and lets go of what is not the device's."""
+    place of `close`, and lets go of what is not the device's. `queued` is called in a launch when the device has
+    something of the step to begin with."""
+
+    queued: Callable[[], object]
 
     def launch(self, plan: StepPlan) -> Any: ...
 
@@ -77,6 +80,9 @@ class EngineCore:
         self._room = WaitingRoom([self._adapters]) if room is None else room  # an empty one is false
         scheduler.watch_ends(self._room.release)
         self._runner = runner
+        runner.queued = self._note_queued
+        self._queued: list[tuple[float, bool]] = []
+        """When the device got the first of the step that is being launched, and whether the step before had ended."""
         self._depth = micro_batches + overlap
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._constraints = constraints
@@ -219,22 +225,30 @@ class EngineCore:
         return left if left > 0 and not self._runner.finished(launched) else 0.0
 
     def _launch(self, plan: StepPlan, start: float) -> None:
+        self._queued.clear()
         launched = self._runner.launch(plan)
         if self.timer is not None:
-            late = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
-            self.timer.launched(plan, time.monotonic() - start, late or not self._in_flight, late)
+            self._note_queued()
+            at, late = self._queued[0]
+            self.timer.launched(plan, at - start, late or not self._in_flight, late)
         self._in_flight.append((plan, launched))
         self._unsampled = plan if plan.constrained else None
+
+    def _note_queued(self) -> None:
+        if self.timer is not None and not self._queued:
+            late = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
+            self._queued.append((time.monotonic(), late))
 
     def _complete_oldest(self) -> list[Delta]:
         # A step whose result cannot be read stays: `_recover` finds it there.
         plan, launched = self._in_flight[0]
+        ended = self.timer is not None and self._runner.finished(launched)
         result = self._runner.collect(launched)
         self._in_flight.popleft()
         self._started = time.monotonic()
         deltas = self._scheduler.complete(plan, result, self._started)
         if self.timer is not None:
-            self.timer.completed(plan, self._scheduler.last_step_seconds)
+            self.timer.completed(plan, self._scheduler.last_step_seconds, ended)
         if self.watch is not None:
             self.watch(plan, self._scheduler.last_step_seconds)
         return deltas

@@ -7,7 +7,8 @@ from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.step_cost import StepCost
 
 HOST_SECONDS = {False: 0.0005, True: 0.002}
-"""What planning and launching a step takes the host, without and with prompts, before the first one was seen."""
+"""What planning a step and launching the first of it takes the host, without and with prompts, before the first one
+was seen."""
 FALL = 0.1
 """By this share of the difference that time falls to a shorter one; it rises at once."""
 MARGIN_SECONDS = 0.0004
@@ -37,7 +38,8 @@ class LaunchTimer:
         self._known: deque[bool] = deque()
 
     def launched(self, plan: StepPlan, seconds: float, waited: bool, late: bool) -> None:
-        """A step was planned and launched, which took the host `seconds`.
+        """A step was planned, and launched so far that the device has something to begin with, which took the host
+        `seconds`.
 
         waited: the device had nothing to do by then. late: because the step before had ended meanwhile.
         """
@@ -48,9 +50,10 @@ class LaunchTimer:
         wanted = self._margin * (GROWTH if late else DECAY)
         self._margin = min(max(wanted, MARGIN_SECONDS), longest + MARGIN_SECONDS)
 
-    def completed(self, plan: StepPlan, seconds: float) -> None:
-        """The oldest launched step took so long. One that the device waited for tells nothing."""
-        if self._known.popleft():
+    def completed(self, plan: StepPlan, seconds: float, unseen: bool = False) -> None:
+        """The oldest launched step took so long. One that the device waited for tells nothing, nor does one whose end
+        nobody saw: the host was busy with the next launch."""
+        if self._known.popleft() and not unseen:
             self._seconds[_kind(plan)] = seconds
 
     def forget_launches(self) -> None:

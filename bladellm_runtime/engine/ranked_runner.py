@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -45,6 +45,15 @@ class RankedRunner:
         self._place = place
         self._in_flight: deque[int] = deque()
         ranks.on_failure.append(abort)
+
+    @property
+    def queued(self) -> Callable[[], object]:
+        """As the runner's."""
+        return self._runner.queued
+
+    @queued.setter
+    def queued(self, call: Callable[[], object]) -> None:
+        self._runner.queued = call
 
     @property
     def shared_rows(self) -> int:

@@ -7,7 +7,7 @@ work itself runs in one thread, so that planning and messages go on beside it: t
 """
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -79,6 +79,7 @@ class ModelRunner:
         self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self._sampled = torch.cuda.Event() if self._copies else None
         self._worker = None if self._copies else concurrent.futures.ThreadPoolExecutor(1, "runner")
+        self.queued: Callable[[], object] = _nothing
 
     def capture(self, sizes: Sequence[int], capture: Capture, cascade: Cascade | None = None) -> None:
         """Capture decode steps of these batch sizes; before the first step. Warns, and goes on without, if it fails.
@@ -242,6 +243,7 @@ class ModelRunner:
         if self._mixed.received is not None:
             self._stage.receive(self._mixed.received[: flat.tokens])
         hidden = self._mixed.forward(flat, size)
+        self.queued()
         return self._finish(plan, flat, hidden, None)
 
     def _run_eagerly(self, plan: StepPlan, flat: FlatPlan) -> RunningStep:
@@ -253,6 +255,7 @@ class ModelRunner:
         if not self._stage.ends.first:
             shape = (flat.tokens, self._model.spec.hidden_size)
             inputs.batch.hidden = self._stage.receive(torch.empty(shape, dtype=self._model.dtype, device=self._device))
+        self.queued()
         if flat.prefills:
             return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
         if self._sampler is None:
@@ -279,6 +282,7 @@ class ModelRunner:
         if graphs.hidden is not None:
             self._stage.receive(graphs.hidden[:rows])
         logits = graphs.forward(plan, size)
+        self.queued()
         if self._sampler is None:
             self._stage.send(logits)
             return RunningStep(plan)
@@ -378,3 +382,7 @@ class ModelRunner:
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _nothing() -> None:
+    """What nobody waits for."""

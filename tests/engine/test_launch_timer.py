@@ -26,12 +26,14 @@ HOST_SECONDS = 0.0003
 
 
 class WatchedRunner(TimedRunner):
-    """Adds up how long the device has nothing to do between steps in flight."""
+    """Adds up how long the device has nothing to do between steps in flight. rest: seconds that a launch takes after
+    the device has its first part; says: whether the core is told when that is."""
 
-    def __init__(self, jitter: float = 0.0) -> None:
+    def __init__(self, jitter: float = 0.0, rest: float = 0.0, says: bool = True) -> None:
         super().__init__()
         self.idle, self.steps = 0.0, 0
         self._jitter, self._draw = jitter, random.Random(0)
+        self._rest, self._says = rest, says
 
     def launch(self, plan: StepPlan):
         self.now += HOST_SECONDS
@@ -40,6 +42,9 @@ class WatchedRunner(TimedRunner):
         self.steps += 1
         launched = super().launch(plan)
         self._free += self._jitter * self._draw.random() * 1e-3
+        if self._says:
+            self.queued()
+        self.now += self._rest
         return launched[0], self._free
 
     def finished(self, launched) -> bool:
@@ -71,9 +76,11 @@ class Port:
             self.first.setdefault(delta.request_id, self.runner.now)
 
 
-def serve(monkeypatch, timer: LaunchTimer | None, jitter: float = 0.0) -> tuple[WatchedRunner, Port, list[float]]:
+def serve(
+    monkeypatch, timer: LaunchTimer | None, jitter: float = 0.0, **launch: object
+) -> tuple[WatchedRunner, Port, list[float]]:
     """20 requests, 40 ms apart on average, after one that goes on decoding."""
-    runner, rng = WatchedRunner(jitter), random.Random(3)
+    runner, rng = WatchedRunner(jitter, **launch), random.Random(3)
     clock = SimpleNamespace(monotonic=runner.monotonic, sleep=runner.sleep)
     for module in (core_module, loop_module):
         monkeypatch.setattr(module, "time", clock)
@@ -100,6 +107,16 @@ def test_prompts_wait_less_and_the_device_does_not_wait(monkeypatch):
     runner, late, _ = serve(monkeypatch, LaunchTimer(COST))
     assert late.tokens == early.tokens
     assert mean_wait(late, arrivals) < mean_wait(early, arrivals) - 0.0003
+    assert runner.idle < 0.001 * runner.now
+
+
+def test_a_step_is_planned_early_enough_for_what_the_device_begins_with_only(monkeypatch):
+    """What a launch does behind that, here a millisecond, delays no prompt."""
+    rest = 0.001
+    _, whole, arrivals = serve(monkeypatch, LaunchTimer(COST), rest=rest, says=False)
+    runner, first, _ = serve(monkeypatch, LaunchTimer(COST), rest=rest)
+    assert first.tokens == whole.tokens
+    assert mean_wait(first, arrivals) < mean_wait(whole, arrivals) - 0.5 * rest
     assert runner.idle < 0.001 * runner.now
 
 
