@@ -146,6 +146,7 @@ class Scheduler:
         self._micro_batches.completed()
         slots = self._roster.slots
         slots.completed = plan.step
+        slots.doubt_retired(plan, result)
         deltas = self._reader.read(plan, result)
         self._memory.complete(plan.step)
         slots.release_retired()

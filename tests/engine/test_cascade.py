@@ -126,7 +126,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, always, opti
 @pytest.mark.parametrize("format", drawn_of(FORMATS, 1, always=("no_quant",)))
 def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, always, format):
     """But for a rounding that flips a code, and with it a token later on: that is rare."""
-    requests = random_requests(12, read_model_spec(demo_model).vocab_size, (48,), longest=30)
+    requests = random_requests(12, read_model_spec(demo_model).vocab_size, (48,), longest=30, alike=6)
     found: list[dict[int, list[int]]] = []
     for way in ({}, {"disable_cuda_graph": True}):
         engine = engine_of(demo_model, Again(), kv_cache_quant=format, **way)
@@ -142,7 +142,7 @@ def test_logits_are_those_of_rows_that_read_alone(demo_model, always, format, at
     """In the same step, on the same memory."""
     engine = engine_of(demo_model, Again(), kv_cache_quant=format, attn_cls=attn_cls)
     both = BothReads.watch(engine)
-    answer(engine, random_requests(10, read_model_spec(demo_model).vocab_size, (48,), longest=24), IN_TURN)
+    answer(engine, random_requests(10, read_model_spec(demo_model).vocab_size, (48,), longest=24, alike=6), IN_TURN)
     differences = both.differences()
     # A code that is rounded the other way changes logits, of few tokens.
     assert differences.quantile(0.9 if format != "no_quant" else 1.0) < 1e-5

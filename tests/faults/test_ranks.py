@@ -188,7 +188,7 @@ def test_a_rank_lost_while_it_reads_an_adapter_ends_the_group(streams, tmp_path,
         ("dead", "rank 1 exited with 3"),
         (
             "other_flags",
-            "rank 1 was started with --max_running_requests 7 and rank 0 with 256; give the hosts the same",
+            "rank 1 was started with --max_running_requests 7 and rank 0 without --max_running_requests; give",
         ),
     ],
 )

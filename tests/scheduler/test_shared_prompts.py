@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.scheduler import fake_device
 from tests.scheduler.fake_device import POISON, VOCAB, fold, limits_of, spec_of
 from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, simulation
@@ -165,3 +166,18 @@ def test_cached_prompts_give_way_before_any_request():
         endless(sim, 8, 30)
     sim.finish()
     assert sim.scheduler.stats(0.0).preemptions == 0
+
+
+def test_what_a_step_too_many_made_no_number_of_is_not_shared(monkeypatch):
+    """The step in flight when a request ends writes its last token's KV, and nobody looks at what it samples."""
+    stop = 9
+    monkeypatch.setattr(fake_device, "sample", lambda state, generated, params: -1 if generated == 1 else stop)
+    sim = simulation(depth=2)
+    prompt = list(range(20, 31))
+    first = sim.add(prompt, stop_token_ids=[stop], ignore_eos=True)
+    sim.finish()
+    assert sim.tokens(first) == [stop]
+    second = sim.add([*prompt, stop, 5, 6], max_tokens=1, ignore_eos=True)
+    sim.finish()
+    assert sim.tokens(second) == [stop]
+    assert sim.device.first_start[second] <= len(prompt)
