@@ -61,12 +61,15 @@ def check_rounded_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
 
 
 def check_same_codes(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
-    """Scales to the bit; a code in a thousand may be the neighbour, since interpreted products are rounded twice."""
+    """Scales to the bit; a code may be the neighbour of a number half-way between both, since interpreted products are
+    rounded twice."""
     expected, expected_scales = row_codes(x, codes.dtype)
     torch.testing.assert_close(scales, expected_scales, atol=0, rtol=0, equal_nan=True)
     rows = ~scales.isnan().view(-1)
     actual, expected = codes[rows].float(), expected[rows].float()
-    assert (actual != expected).sum() <= 1
+    numbers = x[rows].float() / scales[rows]
+    half_way = (numbers - (actual + expected) / 2).abs() <= 1e-5 * numbers.abs()
+    assert ((actual == expected) | half_way).all()
     # The neighbour is 1 away in int8, and an eighth at most in e4m3, which has three bits after the point.
     step = 1.0 if codes.dtype == torch.int8 else torch.minimum(actual.abs(), expected.abs()).clamp(min=2.0**-6) / 8
     assert ((actual - expected).abs() <= step).all()
