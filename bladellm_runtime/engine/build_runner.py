@@ -224,7 +224,7 @@ def decode_workspace(
     if device.type != "cuda":
         return None
     heads = (spec.heads, spec.kv_heads, spec.head_dim)
-    return DecodeWorkspace(device, num_slots, *heads, 1, shape.format, shape.dtype, None, paged, most_short)
+    return DecodeWorkspace(device, num_slots, *heads, 1, shape.format, shape.dtype, paged=paged, most_short=most_short)
 
 
 def capture_steps(

@@ -242,13 +242,13 @@ class EngineCore:
     def _complete_oldest(self) -> list[Delta]:
         # A step whose result cannot be read stays: `_recover` finds it there.
         plan, launched = self._in_flight[0]
-        ended = self.timer is not None and self._runner.finished(launched)
+        unseen = self.timer is not None and self._runner.finished(launched)
         result = self._runner.collect(launched)
         self._in_flight.popleft()
         self._started = time.monotonic()
         deltas = self._scheduler.complete(plan, result, self._started)
         if self.timer is not None:
-            self.timer.completed(plan, self._scheduler.last_step_seconds, ended)
+            self.timer.completed(plan, self._scheduler.last_step_seconds, unseen)
         if self.watch is not None:
             self.watch(plan, self._scheduler.last_step_seconds)
         return deltas

@@ -80,6 +80,7 @@ class ModelRunner:
         self._sampled = torch.cuda.Event() if self._copies else None
         self._worker = None if self._copies else concurrent.futures.ThreadPoolExecutor(1, "runner")
         self.queued: Callable[[], object] = _nothing
+        """Called in a launch when the device has something of the step to begin with."""
 
     def capture(self, sizes: Sequence[int], capture: Capture, cascade: Cascade | None = None) -> None:
         """Capture decode steps of these batch sizes; before the first step. Warns, and goes on without, if it fails.

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.sequence import Sequence
@@ -95,9 +93,9 @@ class SlotTable:
         """Nobody takes the token that a step in flight still sampled of a sequence that has ended. Where it is no
         number, what the step wrote of the sequence may be none either."""
         for item in self.retired:
-            for row in np.flatnonzero(plan.slots == item.slot).tolist():
-                if plan.generations[row] == item.seq.generation and plan.samples[row] and result.tokens[row] < 0:
-                    item.seq.failed = True
+            # No other sequence has had the slot since.
+            if (plan.samples & (plan.slots == item.slot) & (result.tokens < 0)).any():
+                item.seq.failed = True
 
     def release_retired(self) -> None:
         """Give back the retired slots that no step in flight contains any more."""
