@@ -165,11 +165,12 @@ class StepGraphs:
         arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
         workspace = self._workspace
         fuses = workspace is not None and self._model.fuses(size)
-        differs = fuses or (workspace is not None and workspace.differs_by_length(size))
+        late = fuses and self._model.fills_sms
+        differs = workspace is not None and workspace.differs_by_length(size, fuses, late)
 
         def forward(long: bool) -> None:
             batch = self._batch(size)
-            batch.light_decode, batch.long_decode = fuses and not long, long
+            batch.light_decode, batch.long_decode, batch.late_decode = fuses and not long, long, late
             self._model.decode(batch, out=out)
 
         samplings: list[Work] = []

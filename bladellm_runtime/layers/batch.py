@@ -50,8 +50,9 @@ class ForwardBatch:
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
-    decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode, long_decode: decode
-    attention leaves room for the layer behind, or reads many tokens, see `DecodeWorkspace.plan`. prefixes: beginnings
+    decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode, long_decode,
+    late_decode: decode attention leaves room for the layer behind, reads many tokens, or ends before the layer behind
+    starts, see `DecodeWorkspace.plan`. prefixes: beginnings
     that decode rows share, read once in layers without a window; cascade: where that is planned, None on a CPU. wanted:
     those of `logit_tokens`, where they are few: the last layer then attends, and has its MLP, for them alone. hidden:
     [T, hidden], what the stage before left, used up by the forward pass; None on the first stage, which alone reads
@@ -76,6 +77,7 @@ class ForwardBatch:
     prefill_lists: dict[int | None, ListViews] | None = None
     light_decode: bool = False
     long_decode: bool = False
+    late_decode: bool = False
     prefixes: SharedPrefixes | None = None
     cascade: CascadeWorkspace | None = None
     wanted: WantedTokens | None = None
@@ -90,7 +92,12 @@ class ForwardBatch:
             return None
         if window not in self._works:
             self._works[window] = self.workspace.plan(
-                self.decode_kv_lens, window, 1, light=self.light_decode, long=self.long_decode
+                self.decode_kv_lens,
+                window,
+                1,
+                light=self.light_decode,
+                long=self.long_decode,
+                late=self.late_decode,
             )
         return self._works[window]
 

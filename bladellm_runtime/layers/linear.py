@@ -64,6 +64,12 @@ class LinearLayer(ABC):
         """Whether the compounds with norms are kernels for so many rows, `gated`: `normed_silu_mul`, not the others."""
         return False
 
+    @property
+    def fills_sms(self) -> bool:
+        """Whether these kernels are one program on each multiprocessor. Where two begin on one the layers behind are slower
+        too: better not before attention has left all of them."""
+        return False
+
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer of a norm, of [T, in] -> [T, out] of its type. `out` may be of float32."""
         y = self(norm.normed())
@@ -120,6 +126,10 @@ class Linear(LinearLayer):
         # In float16 x · weight can be out of range before the division of the norm.
         ranged = self.weight.dtype != torch.float16
         return ranged and norms_schedule(rows, self.weight, gated and self.bias is None) is not None
+
+    @property
+    def fills_sms(self) -> bool:
+        return True
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         return normed_linear(norm, self.weight, self.bias, out)

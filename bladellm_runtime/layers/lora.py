@@ -87,6 +87,10 @@ class LinearWithLoRA(LinearLayer):
         self._expand(shrunk, y)
         return norm.add(y, residual)
 
+    @property
+    def fills_sms(self) -> bool:
+        return self._is_plain and self.layer.fills_sms
+
     def fuses(self, rows: int, gated: bool = False) -> bool:
         if self._is_plain:
             return self.layer.fuses(rows, gated)

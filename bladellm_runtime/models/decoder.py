@@ -189,6 +189,11 @@ class Decoder:
             self._fusing[rows, adapted] = agreed
         return self._fusing[rows, adapted]
 
+    @property
+    def fills_sms(self) -> bool:
+        """Whether the layer behind attention had better start on empty multiprocessors, in steps that are fused."""
+        return all(layer.attention.output.fills_sms for layer in self.layers)
+
     def _adapt(self, batch: ForwardBatch) -> None:
         """Tell the layers which adapters the tokens of a step have."""
         if self.lora is not None:

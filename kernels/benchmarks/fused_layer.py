@@ -10,7 +10,8 @@ layers and the head, with the norms, residual additions and gates between them; 
 embedding, KV write and decode attention. Two layers of each variant are checked against float64 before it is timed.
 Given --light the fused step, by the default rule for its linear layers, is timed with each schedule of attention that
 leaves room beside it (`fused_light.py`: 64-3-4+4.5 has tiles of 64 positions, 3 stages, 4 warps, and programs stay for
-4.5 µs). Given --apart steps of separate kernels are: by cuBLAS, by the table that ships, where linear layers add to the
+4.5 µs); --variants "whole SMs" "whole SMs, late" have attention fill them, and the layer behind start beside it or
+later. Given --apart steps of separate kernels are: by cuBLAS, by the table that ships, where linear layers add to the
 stream (in-place), and where one of them is the kernel for Hopper (own-o); beside one that is fused. --kernels prints
 what a profiler sees of each variant: times of its kernels, and the gaps between one and the next.
 """
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bladellm_kernels import linear_launch
-from bladellm_kernels.decode_work import DecodeSchedule
+from bladellm_kernels.decode_work import DecodeSchedule, default_schedule
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.linear import linear, use_table
 from bladellm_kernels.linear_launch import LinearCall, NextNorm, launch
@@ -99,6 +100,8 @@ VARIANTS = {
     "fused": Variant(fused),
     "late 12": Variant(fused, (("late", 12),)),
     "not early": Variant(fused, early=False),
+    "whole SMs": Variant(fused, attention=default_schedule(128)),
+    "whole SMs, late": Variant(fused, attention=default_schedule(128, late=True)),
 }
 APART = {
     "cuBLAS": VARIANTS["cuBLAS"],

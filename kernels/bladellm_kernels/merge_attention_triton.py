@@ -109,6 +109,7 @@ def merge_segments_kernel(
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     MEMBERS: tl.constexpr,
+    LATE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (i, row, tile) merges COLUMNS of a row, of QUERY_LEN · HEADS, of every sequence i, i + programs, ... of
@@ -116,13 +117,15 @@ def merge_segments_kernel(
 
     MEMBERS: sequences that a shared beginning has room for, or 0: nothing is shared. The kernel may start early only
     after a kernel that has waited for the plan before it let this one start: what there is to merge is read meanwhile.
+    LATE: see `DecodeSchedule`.
     """
-    let_next_start(EARLY)
+    let_next_start(EARLY and not LATE)
     row = tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.load(merges)
     sequence, first, count = _listed(merges, own, tl.program_id(0), number)
     wait_for_inputs(EARLY)
+    let_next_start(EARLY and LATE)
     for index in range(tl.program_id(0), number, tl.num_programs(0)):
         following = _listed(merges, own, index + tl.num_programs(0), number)
         state = (LOWEST + row * 0.0, row * 0.0, tl.full((COLUMNS,), 0.0, tl.float32))
@@ -249,6 +252,7 @@ def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | Non
         COLUMNS=columns,
         SEGMENTS=segments,
         MEMBERS=0 if shared is None else shared.query_len,
+        LATE=work.schedule.late,
         num_warps=warps,
         **early_launch(out.device),
     )  # fmt: skip

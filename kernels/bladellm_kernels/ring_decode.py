@@ -48,6 +48,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
         SHAPE=shape,
         STAGES=schedule.stages,
         JOINED=joined,
+        LATE=joined and schedule.late,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
         **register_limit(32 * (schedule.warps + PRODUCER_WARPS.value) * ctas_per_sm),

@@ -6,7 +6,7 @@ as in `ragged_decode_triton`.
 The producer warps go through all of a program's sequences and keep a ring of blocks in shared memory full: the first
 ones before the kernel in front has ended, but for the newest tokens, which that one writes; and those of the next
 sequence while the consumers end the last one. Where JOINED, the last program of a sequence that has several merges
-their states, and no kernel is behind this one for it.
+their states, and no kernel is behind this one for it. Where LATE, the kernel behind starts as the last program ends.
 """
 
 from triton.experimental import gluon
@@ -50,6 +50,7 @@ def ring_decode_kernel(
     SHAPE: gl.constexpr,
     STAGES: gl.constexpr,
     JOINED: gl.constexpr,
+    LATE: gl.constexpr,
     EARLY: gl.constexpr,
     SETTLED: gl.constexpr,
 ) -> None:
@@ -72,7 +73,7 @@ def ring_decode_kernel(
     given = asked, plan, work, target, ring, scratch, empties, results, states, gl.to_tensor(scale), window, program
     gl.warp_specialize(
         [
-            (_attend, (given, SHAPE, STAGES, JOINED, EARLY)),
+            (_attend, (given, SHAPE, STAGES, JOINED, LATE, EARLY)),
             (fetch_blocks, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY)),
         ],
         [PRODUCER_WARPS],
@@ -93,7 +94,12 @@ def _as_tensors(kv: gl.tuple) -> KvArguments:
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(
-    given: gl.tuple, SHAPE: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr, EARLY: gl.constexpr
+    given: gl.tuple,
+    SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    JOINED: gl.constexpr,
+    LATE: gl.constexpr,
+    EARLY: gl.constexpr,
 ) -> None:
     """The segments of a program. What describes one is asked for before the blocks of the one before it."""
     q, plan, work, target, ring, scratch, empties, out, states, scale, window, program = given
@@ -101,7 +107,7 @@ def _attend(
     first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
     empty = gl.load(empties)
     wait_for_inputs(EARLY)
-    let_next_start(EARLY)
+    let_next_start(EARLY and not LATE)
     leaves = linger(block >= end, SHAPE.idle_ns, SHAPE.stay_ns)
     parts = load_parts(q, plan, sequence, block < end, head, target.row, SHAPE)
     if JOINED:

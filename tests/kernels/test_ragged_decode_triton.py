@@ -244,6 +244,32 @@ def test_a_merge_reads_its_list_before_the_segments_have_ended_and_these_behind(
     assert "st.global" not in before
 
 
+def test_where_the_layer_behind_starts_late_a_merge_lets_it_when_the_segments_have_ended(monkeypatch):
+    pytest.importorskip("triton")
+    case = decode_case("no_quant", torch.bfloat16, (4, 2, 64), [5, 9], granule_tokens=256)
+    schedule = DecodeSchedule(64, 3, 4, 1, late=True)
+    text = compiled_for_hopper(monkeypatch, case, None, schedule, kernel="merge_segments_kernel").asm["ptx"]
+    before, after = text.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "griddepcontrol.launch_dependents" in after.split("ld.global.cg")[0], "at once, before what there is to do"
+
+
+@pytest.mark.parametrize(("format_name", "batch", "load", "light", "late"), [
+    ("no_quant", 4, {"light": True, "late": True}, False, True),
+    ("no_quant", 8, {"light": True, "late": True}, True, False),
+    ("no_quant", 1, {"light": True}, True, False),
+    ("no_quant", 8, {"long": True, "late": True}, False, True),
+    ("no_quant", 8, {"long": True}, False, False),
+    ("int8", 8, {"light": True, "late": True}, False, True),
+    ("int8", 8, {"light": True}, False, False),
+])  # fmt: skip
+def test_the_layer_behind_starts_late_where_attention_has_whole_multiprocessors(format_name, batch, load, light, late):
+    schedule = default_schedule(128, KV_FORMATS[format_name], batch=batch, **load)
+    assert (schedule.stay_ns > 0) == light
+    assert schedule.late == late
+    assert (schedule.idle_ns > 0) == (format_name == "int8" and not late)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(("heads", "paged"), [((32, 8, 128), False), ((3, 3, 64), False), ((32, 8, 128), True)])

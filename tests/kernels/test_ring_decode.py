@@ -176,11 +176,11 @@ def test_few_sequences_leave_their_states_to_a_kernel_behind(monkeypatch):
     assert_close(merged.half(), ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
 
 
-def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch):
+def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs: int = 2):
     """As a launch on a Hopper compiles it, behind another one of the same plan."""
     from bladellm_kernels import ring_decode as module
 
-    work = random_work(case, schedule, None, 2)
+    work = random_work(case, schedule, None, programs)
     work.used = True
     # Casts in place of instructions are for other devices.
     shape = dataclasses.replace(decode_shape(case.q, case.kv, work), plain=False)
@@ -208,6 +208,15 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, heads, long, monk
     # Consumers wait at once; producers for the newest tokens, and at their end.
     assert text.count("griddepcontrol.wait") == 3
     assert text.count("griddepcontrol.launch_dependents") == 1
+
+
+def test_where_it_merges_and_the_layer_behind_starts_late_only_its_end_lets_that_start(monkeypatch):
+    case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [500, 70], granule_tokens=256)
+    case = dataclasses.replace(case, kv=dataclasses.replace(case.kv, payload=aligned(case.kv.payload)))
+    for programs, merges in ((8, True), (9, False)):
+        schedule = dataclasses.replace(default_schedule(128), late=True)
+        text = compiled_kernel(case, schedule, monkeypatch, programs).asm["ptx"]
+        assert text.count("griddepcontrol.launch_dependents") == (0 if merges else 1), "a merge behind starts early"
 
 
 @pytest.mark.parametrize(("hopper", "paged", "head_dim", "specialized"), [
@@ -242,6 +251,9 @@ def test_programs_take_two_heads_of_many_or_of_few_long_sequences(kv_heads, batc
     assert workspace.differs_by_length(batch) == (3 <= batch <= 16), "the same on all ranks, whatever heads they have"
     assert len(workspace.lse) >= (workspace.programs(1, batch, long=long) + batch) * 4 * kv_heads
     assert not DecodeWorkspace(*shape, KV_FORMATS["int8"]).differs_by_length(batch)
+    plain = DecodeWorkspace(*shape)
+    assert plain.differs_by_length(batch, light=True)
+    assert plain.differs_by_length(batch, light=True, late=True) == (batch > 4), "few have whole SMs either way"
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:

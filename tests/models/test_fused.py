@@ -194,3 +194,10 @@ def test_one_quantized_layer_is_enough_to_fuse_nothing(tmp_path):
         model = load_tiny(tmp_path)
         assert [layer.fuses(1) for layer in model.layers] == [False, True, True]
         assert not model.fuses(1)
+
+
+@pytest.mark.parametrize(("layer", "fills"), [("o_proj", False), ("down_proj", True)])
+def test_a_quantized_layer_behind_attention_needs_no_empty_multiprocessors(layer, fills, tmp_path):
+    ignore = ["lm_head", f"re:^(?!.*{layer}).*$"]
+    Tiny(tmp_path, plan("compressed-tensors", SCHEMES["w4 g16"], ignore), "llama")
+    assert load_tiny(tmp_path).fills_sms == fills
