@@ -94,12 +94,15 @@ def _chunks(tokens: int, room: int) -> int:
 
 def _tokens_within(bound: StepBound, demand: PrefillDemand, allowed: Allowed) -> int:
     """The most prompt tokens of a step no longer than is allowed, and that fill one, decode rows included; at least
-    `MIN_TOKENS`."""
+    `MIN_TOKENS`. What is allowed beyond the bound ends at the largest size that steps are padded to."""
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
-    room = max(allowed(bound, base, demand) - base, cost.step)
+    room, within = (max(time - base, cost.step) for time in (allowed(bound, base, demand), bound.milliseconds))
     tokens = cost.prefill_tokens(room, demand.start)
+    if cost.sizes:
+        # Above that the host launches a step operator by operator, which may take it longer than the step takes.
+        tokens = min(tokens, max(cost.prefill_tokens(within, demand.start), cost.sizes[-1] - rows))
     most = _full(rows + tokens, cost.sizes) - rows
     return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows
 

@@ -36,10 +36,13 @@ HOST_MS, FRONT_MS = 0.3, 1.5
 """What planning and launching a step takes, and the way of a request and of its tokens through the front end."""
 PEER = {8: ("39/62", "5.2/29"), 16: ("56/90", "6.0/37"), 24: ("96/145", "8.6/82")}
 DEPTH = 2
+EAGER_MS = 60.0
+"""What launching a step of more tokens than the largest of `SIZES`, operator by operator, takes the host."""
 
 
 def step_ms(load: StepLoad, cost: StepCost) -> float:
-    """How long the simulated device takes for a step: a mixed one no less than its decode rows alone."""
+    """How long the simulated device takes for a step: a mixed one no less than its decode rows alone, nor than the host
+    takes to launch it."""
     rows = load.decode_rows
     decode = 0.0
     if rows:
@@ -48,7 +51,10 @@ def step_ms(load: StepLoad, cost: StepCost) -> float:
         share = (rows - low) / (high - low)
         decode = DECODE_MS[index - 1] * (1 - share) + DECODE_MS[index] * share
         decode += cost.decode_kv * (load.decode_kv - DECODE_KV * rows)
-    return max(decode, cost.milliseconds(load)) if load.prefill_tokens else decode
+    if not load.prefill_tokens:
+        return decode
+    launch = EAGER_MS if rows + load.prefill_tokens > SIZES[-1] else 0.0
+    return max(decode, launch, cost.milliseconds(load))
 
 
 @dataclass
@@ -82,7 +88,7 @@ class SimulatedEngine:
         self,
         bound: StepBound | None,
         launch_ahead: float | None,
-        max_batch_tokens: int = 2048,
+        max_batch_tokens: int = 8192,
         cost: StepCost = COST,
     ) -> None:
         self._cost = cost

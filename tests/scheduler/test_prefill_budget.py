@@ -155,6 +155,25 @@ def test_the_bound_gives_way_as_prompts_queue_up_and_never_shrinks_with_them():
     assert budgets[-1] == LIMIT
 
 
+@pytest.mark.parametrize("target", [14.0, 60.0])
+def test_what_gives_way_to_a_queue_is_no_more_than_the_largest_captured_step(target):
+    """Or, where the bound holds more than that, the bound."""
+    bound, rng = replace(PADDED, milliseconds=target), random.Random()
+    for _ in range(300):
+        queued = rng.choice([500, 5000, 100_000])
+        demand = replace(some_demand(rng), load=rng.random(), queued=queued)
+        tokens = prefill_budget(bound, demand, LIMIT)
+        assert demand.decode_rows + tokens <= SIZES[-1] or milliseconds(demand, tokens, bound) <= 1.001 * target
+    demand = PrefillDemand(32, 32 * 1000, 0, 1024, 100_000)
+    assert prefill_budget(bound, demand, LIMIT) + 32 >= SIZES[-1], "all of it is used"
+
+
+def test_prompts_that_come_at_once_while_none_decodes_go_in_captured_steps():
+    demand = PrefillDemand(0, 0, 0, 1024, 100_000)
+    assert prefill_budget(PADDED, demand, LIMIT) == SIZES[-1]
+    assert prefill_budget(PADDED, replace(demand, tokens=5000), LIMIT) == 5000, "the first one whole"
+
+
 @pytest.mark.parametrize("bound", [BOUND, PADDED], ids=["alone", "padded"])
 def test_the_more_time_prompts_take_the_longer_steps_may_up_to_a_limit(bound):
     rng = random.Random()
@@ -279,6 +298,12 @@ def test_the_bound_keeps_tbt_at_moderate_load_for_little_ttft(simulate_policy):
 def test_under_overload_ttft_stays_near_that_without_a_bound(simulate_policy):
     free, bound = (latencies(simulate_policy, which, 36) for which in (None, PADDED))
     assert bound[0] <= free[0] * 1.5
+
+
+def test_under_overload_no_step_is_longer_than_a_captured_one(simulate_policy):
+    _, _, _, longest = latencies(simulate_policy, PADDED, 36)
+    captured = PADDED.cost.milliseconds(StepLoad(256, 256 * 1152, SIZES[-1] - 256, 2 * chunk_pairs(0, 1024)))
+    assert longest <= captured
 
 
 def test_near_what_the_device_can_do_load_makes_steps_longer_and_all_waits_shorter(simulate_policy, monkeypatch):
