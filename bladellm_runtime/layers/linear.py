@@ -66,8 +66,8 @@ class LinearLayer(ABC):
 
     @property
     def fills_sms(self) -> bool:
-        """Whether these kernels are one program on each multiprocessor. Where two begin on one the layers behind are slower
-        too: better not before attention has left all of them."""
+        """Whether these kernels are one program on each multiprocessor. Where two begin on one the layers behind are
+        slower too: better not before attention has left all of them."""
         return False
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
