@@ -68,8 +68,9 @@ class AccountingMachine(RuleBasedStateMachine):
         self.prompts: list[list[int]] = []
         self.tainted: set[int] = set()
         self.proven: set[tuple] = set()
-        # Slots whose cached tokens are checked once the plan is executed.
-        self.admitted: set[int] = set()
+        # Slots whose cached tokens are checked once the plan is executed, and who had failed when they were admitted:
+        # who fails later may be shared already.
+        self.admitted: dict[int, frozenset[int]] = {}
 
     @rule(
         fresh=st.lists(st.integers(0, 1), max_size=12),
@@ -101,7 +102,7 @@ class AccountingMachine(RuleBasedStateMachine):
         self.prompts.append(tokens)
         self.writers += 1
         self.live[admission.slot] = Live(key, self.writers, tokens, admission.cached)
-        self.admitted.add(admission.slot)
+        self.admitted[admission.slot] = frozenset(self.tainted)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 14), token=st.integers(0, 1))
@@ -176,7 +177,7 @@ class AccountingMachine(RuleBasedStateMachine):
                 self.tainted.add(seq.writer)
             elif proven:
                 self.proven |= {self.memory.read(slot, position) for position in range(seq.written)}
-        self.admitted.discard(slot)
+        self.admitted.pop(slot, None)
         self.accounting.release_slot(slot, seq.tokens, seq.written, valid=valid, proven=proven)
         with pytest.raises(ValueError, match="not live"):
             self.accounting.release_slot(slot)
@@ -225,7 +226,8 @@ class AccountingMachine(RuleBasedStateMachine):
             assert found is not None, "a token that was never written"
             assert found[:2] == (seq.key, states[position]), "the KV of another prefix"
             if slot in self.admitted:
-                assert found in self.proven or found[2] not in self.tainted, "what failed is used again"
+                failed = found[2] in self.admitted[slot]
+                assert found in self.proven or not failed, "what failed is used again"
 
     def states(self, seq):
         states, state = [], 0
