@@ -100,8 +100,8 @@ steps of 1, 2 and 4 rows of Llama-3.1-8B take 1.7, 1.1 and 3.2 % less on an H100
 def short_tokens(kv_heads: int, ranks: int = 1) -> int:
     """Most KV tokens of a step that is not `long`, for a model's KV heads shared by so many ranks: all agree on it.
 
-    Of many heads half as many: one sequence of Llama-2-13B, 40 heads, takes 13.14 ms as a short and 13.4 as a long one
-    on an H200 at 32,768 tokens, 20.30 and 20.18 at 70,000.
+    Of many heads half as many: one sequence of Llama-2-13B, 40 heads, took 13.14 ms as a short and 13.4 as a long one
+    on an H200 at 32,768 tokens, 20.30 and 20.18 at 70,000, before few sequences were read by whole SMs either way.
     """
     return _SHORT_TOKENS // 2 if kv_heads >= _MANY_KV_HEADS * ranks else _SHORT_TOKENS
 
