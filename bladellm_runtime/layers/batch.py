@@ -52,11 +52,11 @@ class ForwardBatch:
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
     decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode, long_decode,
     late_decode: decode attention leaves room for the layer behind, reads many tokens, or ends before the layer behind
-    starts, see `DecodeWorkspace.plan`. prefixes: beginnings
-    that decode rows share, read once in layers without a window; cascade: where that is planned, None on a CPU. wanted:
-    those of `logit_tokens`, where they are few: the last layer then attends, and has its MLP, for them alone. hidden:
-    [T, hidden], what the stage before left, used up by the forward pass; None on the first stage, which alone reads
-    input_ids. adapters: of the tokens; None where none of them has one.
+    starts, see `DecodeWorkspace.plan`. prefixes: beginnings that decode rows share, read once in layers without a
+    window; cascade: where that is planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last
+    layer then attends, and has its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the
+    forward pass; None on the first stage, which alone reads input_ids. adapters: of the tokens; None where none of them
+    has one.
     """
 
     input_ids: torch.Tensor

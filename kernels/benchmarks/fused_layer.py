@@ -10,10 +10,10 @@ layers and the head, with the norms, residual additions and gates between them; 
 embedding, KV write and decode attention. Two layers of each variant are checked against float64 before it is timed.
 Given --light the fused step, by the default rule for its linear layers, is timed with each schedule of attention that
 leaves room beside it (`fused_light.py`: 64-3-4+4.5 has tiles of 64 positions, 3 stages, 4 warps, and programs stay for
-4.5 µs); --variants "whole SMs" "whole SMs, late" have attention fill them, and the layer behind start beside it or
-later. Given --apart steps of separate kernels are: by cuBLAS, by the table that ships, where linear layers add to the
-stream (in-place), and where one of them is the kernel for Hopper (own-o); beside one that is fused. --kernels prints
-what a profiler sees of each variant: times of its kernels, and the gaps between one and the next.
+4.5 µs), and with attention that fills whole SMs, the layer behind it starting beside it or late. Given --apart steps of
+separate kernels are: by cuBLAS, by the table that ships, where linear layers add to the stream (in-place), and where
+one of them is the kernel for Hopper (own-o); beside one that is fused. --kernels prints what a profiler sees of each
+variant: times of its kernels, and the gaps between one and the next.
 """
 
 import argparse
@@ -100,8 +100,6 @@ VARIANTS = {
     "fused": Variant(fused),
     "late 12": Variant(fused, (("late", 12),)),
     "not early": Variant(fused, early=False),
-    "whole SMs": Variant(fused, attention=default_schedule(128)),
-    "whole SMs, late": Variant(fused, attention=default_schedule(128, late=True)),
 }
 APART = {
     "cuBLAS": VARIANTS["cuBLAS"],
@@ -109,8 +107,12 @@ APART = {
     "in-place": Variant(partial(separate_in_place, linear=linear), shipped=True),
     **{f"own-{name}": Variant(partial(separate, linear=linear), own=name) for name in LLAMA_8B.shapes},
 }
+WHOLE = {
+    "whole SMs": Variant(fused, attention=default_schedule(128)),
+    "whole SMs, late": Variant(fused, attention=default_schedule(128, late=True)),
+}
 LIGHT = {name: Variant(fused, attention=schedule) for name, schedule in light_schedules().items()}
-ALL = VARIANTS | APART | LIGHT
+ALL = VARIANTS | APART | WHOLE | LIGHT
 
 
 def changed(table: ScheduleTable, fields: dict[str, int]) -> ScheduleTable:
@@ -315,7 +317,10 @@ def chosen_table(
 def main() -> None:
     args = _arguments().parse_args()
     if args.light or args.apart:
-        asked = [*(APART if args.apart else ["cuBLAS", "shipped"]), *(LIGHT if args.light else ["64-4-4+idle3"])]
+        asked = [
+            *(APART if args.apart else ["cuBLAS", "shipped", *WHOLE]),
+            *(LIGHT if args.light else ["64-4-4+idle3"]),
+        ]
         args.attention, args.variants = True, args.variants or asked
         args.rows = args.rows or [1]
     args.rows, args.variants = args.rows or list(ROWS), args.variants or list(VARIANTS)

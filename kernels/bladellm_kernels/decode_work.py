@@ -124,7 +124,7 @@ def default_schedule(
     behind, where the format allows it. warp_specialized: whether there is such a kernel for the device and its memory.
     kv_heads: of the layer. late: the kernel behind can wait until attention has left its SMs.
     """
-    if light and rows == 8 and _is_plain_512(head_dim, format, dtype) and not (late and batch <= _FEW_LATE):
+    if light and rows == 8 and _gains_by_light(head_dim, format, dtype, batch, late):
         return LIGHT_SCHEDULE
     token_bytes = _token_bytes(head_dim, format, dtype)
     if warp_specialized and rows == 8 and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
@@ -145,6 +145,11 @@ def _token_bytes(head_dim: int, format: KvFormat, dtype: torch.dtype) -> int:
 def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
     """Whether K and V of a token and head are 512 bytes of unquantized 16-bit numbers."""
     return not format.quantized and dtype.itemsize == 2 and power_of_two(head_dim) == 128
+
+
+def _gains_by_light(head_dim: int, format: KvFormat, dtype: torch.dtype, batch: int, late: bool) -> bool:
+    """Whether there is a light schedule, and whole SMs with a layer behind that starts late are no faster."""
+    return _is_plain_512(head_dim, format, dtype) and not (late and batch <= _FEW_LATE)
 
 
 def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows: int, batch: int) -> DecodeSchedule:
@@ -260,10 +265,17 @@ class DecodeWorkspace:
     def schedule(
         self, query_len: int, batch: int = 1, light: bool = False, long: bool = False, late: bool = False
     ) -> DecodeSchedule:
-        rows = self.rows(query_len)
-        own = (self.warp_specialized, self.kv_heads)
         return self.given_schedule or default_schedule(
-            self.head_dim, self.format, self.dtype, rows, batch, light, *own, long, late
+            self.head_dim,
+            self.format,
+            self.dtype,
+            self.rows(query_len),
+            batch,
+            light,
+            warp_specialized=self.warp_specialized,
+            kv_heads=self.kv_heads,
+            long=long,
+            late=late,
         )
 
     def differs_by_length(self, batch: int, light: bool = False, late: bool = False) -> bool:
@@ -272,7 +284,8 @@ class DecodeWorkspace:
         few = _token_bytes(self.head_dim, self.format, self.dtype) <= _FEW_BYTES
         if self.warp_specialized and few and batch in _FEW_SEQUENCES:
             return True
-        return light and not (late and batch <= _FEW_LATE)
+        # Programs without work stay a while in steps that are light by name only, where nothing is late.
+        return light and (not late or _gains_by_light(self.head_dim, self.format, self.dtype, batch, late))
 
     def programs(
         self, query_len: int, batch: int = 1, light: bool = False, long: bool = False, late: bool = False

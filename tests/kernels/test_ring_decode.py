@@ -250,10 +250,16 @@ def test_programs_take_two_heads_of_many_or_of_few_long_sequences(kv_heads, batc
     assert workspace.schedule(1, batch, long=long).lane_heads == together
     assert workspace.differs_by_length(batch) == (3 <= batch <= 16), "the same on all ranks, whatever heads they have"
     assert len(workspace.lse) >= (workspace.programs(1, batch, long=long) + batch) * 4 * kv_heads
-    assert not DecodeWorkspace(*shape, KV_FORMATS["int8"]).differs_by_length(batch)
+    eight_bits = DecodeWorkspace(*shape, KV_FORMATS["int8"])
+    assert not eight_bits.differs_by_length(batch)
+    assert eight_bits.differs_by_length(batch, light=True)
+    assert not eight_bits.differs_by_length(batch, light=True, late=True)
     plain = DecodeWorkspace(*shape)
     assert plain.differs_by_length(batch, light=True)
     assert plain.differs_by_length(batch, light=True, late=True) == (batch > 4), "few have whole SMs either way"
+    for each in (workspace, eight_bits, plain):
+        short, long = (each.schedule(1, batch, light=not long, long=long, late=True) for long in (False, True))
+        assert short == long or each.differs_by_length(batch, light=True, late=True)
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:
