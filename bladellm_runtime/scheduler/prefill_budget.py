@@ -98,11 +98,12 @@ def _tokens_within(bound: StepBound, demand: PrefillDemand, allowed: Allowed) ->
     rows, cost = demand.decode_rows, bound.cost
     base = cost.decode_milliseconds(rows, demand.decode_kv)
     # Chunks that take less time than a step does for nothing would cost the prompt more than the decodes gain.
-    room, within = (max(time - base, cost.step) for time in (allowed(bound, base, demand), bound.milliseconds))
+    room = max(allowed(bound, base, demand) - base, cost.step)
     tokens = cost.prefill_tokens(room, demand.start)
     if cost.sizes:
         # Above that the host launches a step operator by operator, which may take it longer than the step takes.
-        tokens = min(tokens, max(cost.prefill_tokens(within, demand.start), cost.sizes[-1] - rows))
+        bounded = cost.prefill_tokens(max(bound.milliseconds - base, cost.step), demand.start)
+        tokens = min(tokens, max(bounded, cost.sizes[-1] - rows))
     most = _full(rows + tokens, cost.sizes) - rows
     return most if most >= MIN_TOKENS else padded(rows + MIN_TOKENS, cost.sizes) - rows
 
