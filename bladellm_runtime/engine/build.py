@@ -9,6 +9,7 @@ import torch
 
 from bladellm_runtime.config import EngineArgs, check_lora, check_parallel
 from bladellm_runtime.engine.adapters import AdapterPreparer, Adapters, NoAdapters
+from bladellm_runtime.engine.arrival_hold import ArrivalHold
 from bladellm_runtime.engine.build_runner import BuiltRunner, StartRecord, build_runner
 from bladellm_runtime.engine.cascade import sharing_rule
 from bladellm_runtime.engine.compile_kernels import keep_kernel_list
@@ -193,7 +194,7 @@ def pace_steps(
         core.reset_prompt_cache()
         core.reset_counters()
     if device.type == "cuda" and not args.disable_overlap and args.micro_batches == 1:
-        core.timer = LaunchTimer(cost)
+        core.timer, core.hold = LaunchTimer(cost), ArrivalHold()
 
 
 def target_tbt(args: EngineArgs, device: torch.device) -> float:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from bladellm_runtime.engine.adapters import Adapters, NoAdapters
+from bladellm_runtime.engine.arrival_hold import ArrivalHold
 from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
@@ -19,6 +20,9 @@ from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, MoveAdapter, RequestDelta, front_end_of
+
+OVERDUE_SECONDS = 0.0003
+"""How long after it was due a step may be planned for its launch to tell whether that was early enough."""
 
 
 class Runner(Protocol):
@@ -93,6 +97,9 @@ class EngineCore:
         self.timer: LaunchTimer | None = None
         """Says how long `spare_seconds` is; without it always 0."""
         self._started = 0.0
+        """When the step in front began, as far as the host knows."""
+        self.hold: ArrivalHold | None = None
+        """Has steps wait for requests that are announced; needs the timer."""
         self.watch: Callable[[StepPlan, float], None] | None = None
         """Called with each completed step and the seconds that it took."""
         self.recovery: MemoryRecovery | None = None
@@ -112,10 +119,17 @@ class EngineCore:
     def add(self, request: AddRequest, prepared: Prepared | None = None) -> list[RequestDelta]:
         """Queue a request; a request that can never run is answered at once. prepared: what it needs, where it need not
         wait for that."""
+        if self.hold is not None:
+            self.hold.arrive()
         refusal = self._refusal(request)
         if refusal is None and (prepared is not None or not self._room.enter(request)):
             refusal = self._scheduler.add(request, prepared)
         return [] if refusal is None else [refusal]
+
+    def announce(self) -> None:
+        """A request is to come soon."""
+        if self.hold is not None:
+            self.hold.announce(time.monotonic())
 
     def move_adapter(self, message: MoveAdapter) -> list[RequestDelta]:
         """Load an adapter, as a request for it does, or let go of one. What becomes of it is a terminal delta, here or
@@ -191,9 +205,10 @@ class EngineCore:
     def _step(self, deltas: list[Delta]) -> None:
         """`step`, without what comes before and after; adds to `deltas` what was completed, also where it raises."""
         start = time.monotonic()
-        plan = self._scheduler.plan()
+        due = self._due
+        plan = None if self._hold_seconds(start) else self._scheduler.plan()
         if plan is not None:
-            self._launch(plan, start)
+            self._launch(plan, start, due is not None and start - due < OVERDUE_SECONDS)
         self.blocked = not self._in_flight and self._scheduler.has_work
         if self._unsampled is not None and len(self._in_flight) == 1:
             self._sample(self._unsampled, deltas)
@@ -218,19 +233,40 @@ class EngineCore:
 
     def spare_seconds(self) -> float:
         """How long the next `step` can be left, for requests that arrive meanwhile, without the device waiting."""
-        if self.timer is None or len(self._in_flight) != self._depth - 1:
-            return 0.0
-        plan, launched = self._in_flight[-1]
-        left = self._started + self.timer.spare(plan, self._scheduler.has_prompts) - time.monotonic()
-        return left if left > 0 and not self._runner.finished(launched) else 0.0
+        now, due = time.monotonic(), self._due
+        if not self._in_flight:
+            return self._hold_seconds(now)
+        left = 0.0 if due is None else due - now
+        return left if left > 0 and not self._runner.finished(self._in_flight[-1][1]) else 0.0
 
-    def _launch(self, plan: StepPlan, start: float) -> None:
+    def _hold_seconds(self, now: float) -> float:
+        """How long the next step waits for a request that was announced, if it is one of decodes alone."""
+        if self.hold is None:
+            return 0.0
+        if self._scheduler.has_prompts or not self._scheduler.has_work:
+            self.hold.end(now)
+            return 0.0
+        return self.hold.left(now)
+
+    @property
+    def _due(self) -> float | None:
+        """When the next step is to be planned, None where there is no waiting for that."""
+        if self.timer is None or len(self._in_flight) != self._depth - 1:
+            return None
+        return self._started + self.timer.spare(self._in_flight[-1][0], self._scheduler.has_prompts)
+
+    def _launch(self, plan: StepPlan, start: float, in_time: bool) -> None:
+        """in_time: the step was planned when it was due, not later, as for a prompt that came after that."""
         self._queued.clear()
         launched = self._runner.launch(plan)
         if self.timer is not None:
             self._note_queued()
             at, late = self._queued[0]
-            self.timer.launched(plan, at - start, late or not self._in_flight, late)
+            self.timer.launched(plan, at - start)
+            if not self._in_flight:
+                self._started = at
+            elif in_time:
+                self.timer.followed(self._in_flight[-1][0], late)
         self._in_flight.append((plan, launched))
         self._unsampled = plan if plan.constrained else None
 
@@ -245,13 +281,26 @@ class EngineCore:
         unseen = self.timer is not None and self._runner.finished(launched)
         result = self._runner.collect(launched)
         self._in_flight.popleft()
-        self._started = time.monotonic()
-        deltas = self._scheduler.complete(plan, result, self._started)
+        now = time.monotonic()
         if self.timer is not None:
-            self.timer.completed(plan, self._scheduler.last_step_seconds, unseen)
+            self._note_end(plan, now, unseen and bool(self._in_flight))
+        deltas = self._scheduler.complete(plan, result, now)
         if self.watch is not None:
             self.watch(plan, self._scheduler.last_step_seconds)
         return deltas
+
+    def _note_end(self, plan: StepPlan, now: float, unseen: bool) -> None:
+        """A step ended, just now or, where nobody saw that, by now, and the one behind it began."""
+        assert self.timer is not None
+        ended = begun = now
+        if unseen:
+            # It ended when it was expected to, but before the launch of the step behind it where that was late, and
+            # else after that.
+            at, late = self._queued[0]
+            ended = min(max(self._started + self.timer.expected(plan), 0.0 if late else at), at if late else now)
+            begun = at if late else ended
+        self.timer.completed(plan, ended - self._started)
+        self._started = begun
 
     def _recover(self, recovery: MemoryRecovery, error: StepMemoryError) -> list[Delta]:
         """Complete the steps before the one without a result, drop those behind it, and let the recovery go on."""
@@ -265,8 +314,6 @@ class EngineCore:
             with suppress(StepMemoryError):
                 self._runner.collect(launched)
         self._runner.recover()
-        if self.timer is not None:
-            self.timer.forget_launches()
         return deltas + recovery.recover(error)
 
     def bound_steps(self, bound: StepBound | None) -> None:

@@ -12,6 +12,7 @@ from bladellm_runtime.wire.messages import (
     Delta,
     FrontMessage,
     MoveAdapter,
+    RequestComing,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -82,6 +83,9 @@ class EngineLoop:
         match message:
             case AddRequest():
                 return self._core.add(message)
+            case RequestComing():
+                self._core.announce()
+                return []
             case MoveAdapter():
                 return self._core.move_adapter(message)
             case AbortRequests(request_ids):

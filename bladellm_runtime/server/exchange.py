@@ -72,6 +72,11 @@ class Exchange:
         if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
             raise ApiError(415, "The request body must not be compressed: leave out the header Content-Encoding")
 
+    def declares_at_most(self, size: int) -> bool:
+        """Whether the body is said to have no more bytes; False where nothing is said."""
+        declared = self.header(b"content-length")
+        return declared is not None and int(declared) <= size
+
     async def read_body(self, limit: int, patience: float) -> bytes:
         """The whole body.
 

@@ -25,6 +25,7 @@ from bladellm_runtime.wire.messages import (
     FrontEndStuck,
     FrontMessage,
     MoveAdapter,
+    RequestComing,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -136,6 +137,11 @@ class EngineClient:
     def heartbeat_age(self) -> float:
         """Seconds since the engine last sent a step or a heartbeat."""
         return time.monotonic() - self._last_step
+
+    def announce(self) -> None:
+        """Tell the engine that a request will be submitted shortly."""
+        if self.failure is None:
+            self._send(RequestComing())
 
     def submit(self, request: AddRequest | MoveAdapter, sink: Sink, token_sink: TokenSink | None = None) -> None:
         """Hand a request to the engine; `sink` gets its deltas on the event loop, never before this returns.

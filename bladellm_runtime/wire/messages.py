@@ -69,6 +69,10 @@ class AttachFrontEnd(msgspec.Struct, tag="attach", frozen=True, array_like=True)
     address: str
 
 
+class RequestComing(msgspec.Struct, tag="coming", frozen=True, array_like=True):
+    """A request is being tokenized: a step about to be planned had better wait for it."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, array_like=True):
     """Finish the step in flight, release everything and exit."""
 
@@ -224,5 +228,5 @@ class FrontEndStuck(msgspec.Struct, tag="stuck", frozen=True, array_like=True):
     front_end: int
 
 
-FrontMessage = AddRequest | MoveAdapter | AbortRequests | AttachFrontEnd | Shutdown
+FrontMessage = AddRequest | RequestComing | MoveAdapter | AbortRequests | AttachFrontEnd | Shutdown
 EngineMessage = StepOutput | EngineReady | EngineFailed | FrontEndStuck

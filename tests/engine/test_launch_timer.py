@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from bladellm_kernels.prefix_groups import PrefixGroup
 
 from bladellm_runtime.engine import core as core_module
 from bladellm_runtime.engine import loop as loop_module
+from bladellm_runtime.engine.arrival_hold import HOLD_SHARE, ArrivalHold
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.launch_timer import MARGIN_SECONDS, LaunchTimer
 from bladellm_runtime.engine.loop import EngineLoop
@@ -18,7 +20,7 @@ from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan
 from bladellm_runtime.scheduler.scheduler import Scheduler
-from bladellm_runtime.wire.messages import AddRequest, Shutdown, one_by_one
+from bladellm_runtime.wire.messages import AddRequest, RequestComing, Shutdown, one_by_one
 from tests.engine.test_measure_steps import COST, TimedRunner
 from tests.support.step_plans import step_plan
 
@@ -26,25 +28,29 @@ HOST_SECONDS = 0.0003
 
 
 class WatchedRunner(TimedRunner):
-    """Adds up how long the device has nothing to do between steps in flight. rest: seconds that a launch takes after
-    the device has its first part; says: whether the core is told when that is."""
+    """Adds up how long the device has nothing to do between steps in flight (idle), and in all (waited).
+
+    rest: seconds that a launch with prompts takes after the device has its first part; says: whether the core is told
+    when that is.
+    """
 
     def __init__(self, jitter: float = 0.0, rest: float = 0.0, says: bool = True) -> None:
         super().__init__()
-        self.idle, self.steps = 0.0, 0
+        self.idle, self.waited, self.steps = 0.0, 0.0, 0
         self._jitter, self._draw = jitter, random.Random(0)
         self._rest, self._says = rest, says
 
     def launch(self, plan: StepPlan):
         self.now += HOST_SECONDS
-        if self.outstanding:
-            self.idle += max(0.0, self.now - self._free)
+        waited = max(0.0, self.now - self._free)
+        self.waited += waited
+        self.idle += waited if self.outstanding else 0.0
         self.steps += 1
         launched = super().launch(plan)
         self._free += self._jitter * self._draw.random() * 1e-3
         if self._says:
             self.queued()
-        self.now += self._rest
+        self.now += self._rest if plan.has_prompts else 0.0
         return launched[0], self._free
 
     def finished(self, launched) -> bool:
@@ -77,9 +83,17 @@ class Port:
 
 
 def serve(
-    monkeypatch, timer: LaunchTimer | None, jitter: float = 0.0, **launch: object
+    monkeypatch,
+    timer: LaunchTimer | None,
+    jitter: float = 0.0,
+    count: int = 20,
+    goes_on: bool = True,
+    hold: ArrivalHold | None = None,
+    way: float = 0.0,
+    **launch: object,
 ) -> tuple[WatchedRunner, Port, list[float]]:
-    """20 requests, 40 ms apart on average, after one that goes on decoding."""
+    """So many requests, 40 ms apart on average, after one that goes on decoding, or ends as they do. way: the seconds
+    from their announcement, at their arrival, until the engine has them."""
     runner, rng = WatchedRunner(jitter, **launch), random.Random(3)
     clock = SimpleNamespace(monotonic=runner.monotonic, sleep=runner.sleep)
     for module in (core_module, loop_module):
@@ -87,19 +101,23 @@ def serve(
     spec = KvSpec((KvGroup((0,), 64),), 16, 4000, 64, 4096)
     limits = SchedulerLimits(2048, 2048, 4096, frozenset(), 1000)
     core = EngineCore(Scheduler(limits, KvAccounting(spec), runner.monotonic), runner, overlap=True)
-    core.timer = timer
+    core.timer, core.hold = timer, hold
     arrivals = [0.0, 0.5]
-    for _ in range(19):
+    for _ in range(count - 1):
         arrivals.append(arrivals[-1] + rng.expovariate(25.0))
-    params = [SamplingParams(max_tokens=600 if i == 0 else 20, ignore_eos=True) for i in range(21)]
+    params = [
+        SamplingParams(max_tokens=20 * count if i == 0 and goes_on else 20, ignore_eos=True) for i in range(count + 1)
+    ]
     requests = [AddRequest(i, [5 + i] * 20, params[i], 0, at) for i, at in enumerate(arrivals)]
-    port = Port(runner, [*zip(arrivals, requests, strict=True), (arrivals[-1] + 3.0, Shutdown())])
+    coming = [(at, RequestComing()) for at in arrivals]
+    there = [(at + way, request) for at, request in zip(arrivals, requests, strict=True)]
+    port = Port(runner, sorted([*coming, *there, (arrivals[-1] + 3.0, Shutdown())], key=itemgetter(0)))
     EngineLoop(core, port).run()
     return runner, port, arrivals
 
 
 def mean_wait(port: Port, arrivals: list[float]) -> float:
-    return sum(port.first[i] - arrivals[i] for i in range(1, 21)) / 20
+    return sum(port.first[i] - arrivals[i] for i in range(1, len(arrivals))) / (len(arrivals) - 1)
 
 
 def test_prompts_wait_less_and_the_device_does_not_wait(monkeypatch):
@@ -111,13 +129,16 @@ def test_prompts_wait_less_and_the_device_does_not_wait(monkeypatch):
 
 
 def test_a_step_is_planned_early_enough_for_what_the_device_begins_with_only(monkeypatch):
-    """What a launch does behind that, here a millisecond, delays no prompt."""
+    """What a launch with prompts does behind that, here a millisecond, delays no prompt."""
     rest = 0.001
-    _, whole, arrivals = serve(monkeypatch, LaunchTimer(COST), rest=rest, says=False)
-    runner, first, _ = serve(monkeypatch, LaunchTimer(COST), rest=rest)
-    assert first.tokens == whole.tokens
-    assert mean_wait(first, arrivals) < mean_wait(whole, arrivals) - 0.5 * rest
+    told, untold = LaunchTimer(COST), LaunchTimer(COST)
+    _, short, arrivals = serve(monkeypatch, LaunchTimer(COST), count=100)
+    runner, long, _ = serve(monkeypatch, told, count=100, rest=rest)
+    assert long.tokens == short.tokens
+    assert mean_wait(long, arrivals) < mean_wait(short, arrivals) + 0.1 * rest
     assert runner.idle < 0.001 * runner.now
+    serve(monkeypatch, untold, count=100, rest=rest, says=False)
+    assert told.spare(decode_plan(), True) > untold.spare(decode_plan(), True) + 0.5 * rest
 
 
 def test_steps_of_uneven_length_leave_the_device_little_idle(monkeypatch):
@@ -133,7 +154,8 @@ def decode_plan(rows: int = 1) -> StepPlan:
 
 
 def on_time(timer: LaunchTimer, plan: StepPlan, host: float, device: float) -> None:
-    timer.launched(plan, host, waited=False, late=False)
+    timer.launched(plan, host)
+    timer.followed(plan, late=False)
     timer.completed(plan, device)
 
 
@@ -144,7 +166,8 @@ def test_the_margin_grows_while_the_device_waits_and_comes_back(cost):
         on_time(timer, plan, HOST_SECONDS, 0.01)
     assert timer.spare(plan, False) == pytest.approx(0.01 - HOST_SECONDS - MARGIN_SECONDS)
     for _ in range(20):
-        timer.launched(plan, HOST_SECONDS, waited=True, late=True)
+        timer.launched(plan, HOST_SECONDS)
+        timer.followed(plan, late=True)
         timer.completed(plan, 0.5)
     assert timer.spare(plan, False) < 0, "planned at once, the late steps' times not believed"
     for _ in range(500):
@@ -152,14 +175,35 @@ def test_the_margin_grows_while_the_device_waits_and_comes_back(cost):
     assert timer.spare(plan, False) == pytest.approx(0.01 - HOST_SECONDS - MARGIN_SECONDS)
 
 
-def test_a_device_without_work_before_is_no_reason_to_hurry():
-    timer, plan = LaunchTimer(COST), decode_plan()
-    for _ in range(200):
-        on_time(timer, plan, HOST_SECONDS, 0.01)
-    for _ in range(20):
-        timer.launched(plan, HOST_SECONDS, waited=True, late=False)
-        timer.completed(plan, 0.5)
-    assert timer.spare(plan, False) == pytest.approx(0.01 - HOST_SECONDS - MARGIN_SECONDS)
+def test_a_device_without_work_before_is_no_reason_to_expect_long_steps(monkeypatch):
+    timer = LaunchTimer(COST)
+    serve(monkeypatch, timer, goes_on=False)
+    assert 0 < timer.expected(decode_plan()) < 0.003, "not with the time between requests"
+
+
+def test_a_step_that_ended_before_the_next_launch_is_not_expected_to_take_longer_than_that(monkeypatch):
+    timer = LaunchTimer(COST)
+    for rows in range(1, 30):
+        timer.completed(decode_plan(rows), 0.5)
+    runner, _, _ = serve(monkeypatch, timer, count=100)
+    assert timer.expected(decode_plan()) < 0.003
+    assert runner.idle < 0.001 * runner.now
+
+
+def test_prompts_that_come_just_before_a_launch_do_not_hurry_later_ones(monkeypatch):
+    timer = LaunchTimer(COST)
+    serve(monkeypatch, timer, count=200)
+    plan = decode_plan()
+    assert timer.expected(plan) - timer.spare(plan, False) == pytest.approx(HOST_SECONDS + MARGIN_SECONDS, rel=0.01)
+
+
+def test_what_is_announced_waits_less_and_costs_decodes_little(monkeypatch):
+    way = 0.0015
+    without, apart, arrivals = serve(monkeypatch, LaunchTimer(COST), count=200, way=way)
+    runner, held, _ = serve(monkeypatch, LaunchTimer(COST), count=200, way=way, hold=ArrivalHold())
+    assert held.tokens == apart.tokens
+    assert mean_wait(held, arrivals) < mean_wait(apart, arrivals) - 0.0005
+    assert 0.001 < (runner.waited - without.waited) / runner.now < HOLD_SHARE + 0.001
 
 
 def test_a_step_with_prompts_is_planned_as_much_earlier_as_the_host_needs():
@@ -179,6 +223,6 @@ def test_steps_that_share_reads_are_expected_to_take_as_long_as_each_other():
     timer, alone = LaunchTimer(COST), step_plan(1, query_lens=[1] * 40, slots=[0] * 40, num_decode=40)
     shared = replace(alone, prefixes=(PrefixGroup(tuple(range(40)), 20),))
     for plan, seconds in ((alone, 0.008), (shared, 0.006)):
-        timer.launched(plan, 0.0001, waited=False, late=False)
+        timer.launched(plan, 0.0001)
         timer.completed(plan, seconds)
     assert timer.spare(alone, False) - timer.spare(shared, False) == pytest.approx(0.002)

@@ -70,6 +70,17 @@ def test_chat_stream_says_the_same_as_the_whole_answer(client):
     assert len({(c.id, c.created, c.model) for c in chunks}) == 1
 
 
+def test_the_engine_is_told_of_requests_before_their_text_is_tokenized(client):
+    def announced(text, **fields):
+        answer = client.completions.create(model="demo", prompt=text + "@fake:announced", extra_body=fields)
+        return int(answer.choices[0].text)
+
+    before = announced("")
+    assert announced("word " * 1000) == before + 1
+    client.chat.completions.create(model="demo", messages=user("Hi"), max_tokens=1)
+    assert announced("", padding="x" * 40000) == before + 2, "not of one of 40,000 bytes"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_times_choices_come_prompt_by_prompt(client, stream):
     prompts = ["One", "Two", [300, 301, 302]]

@@ -7,6 +7,7 @@ Its prompt cache remembers every prompt for ever, in granules and by salt, and s
 A prompt whose text holds a command makes it misbehave or say a given text:
 
 - `@fake:say:TEXT`            the tokens of TEXT, to the end of the line or to the next `<`, then end of sequence
+- `@fake:announced`           the same of how many requests were announced before
 - `@fake:error:CODE`          the request ends with this error before its first token
 - `@fake:error_after:N:CODE`  the same after N tokens
 - `@fake:die` / `@fake:hang`  the process ends at once / the loop stops for ever
@@ -42,6 +43,7 @@ from bladellm_runtime.wire.messages import (
     EngineReady,
     EngineStats,
     MoveAdapter,
+    RequestComing,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -113,6 +115,7 @@ class FakeEngine:
         self._settings = settings
         self._waiting: deque[AddRequest] = deque()
         self._running: dict[int, Running] = {}
+        self._announced = 0
         self._compiling: dict[int, tuple[AddRequest, Future[Compiled]]] = {}
         self._matchers: dict[int, Matcher] = {}
         self._memory = PromptMemory()
@@ -147,6 +150,8 @@ class FakeEngine:
                 deltas += self._adapters.enter(message)
             elif isinstance(message, AddRequest):
                 self._queue(message)
+            elif isinstance(message, RequestComing):
+                self._announced += 1
             elif isinstance(message, AbortRequests):
                 deltas += [self._abort(request_id) for request_id in message.request_ids if self._knows(request_id)]
             elif isinstance(message, AttachFrontEnd):
@@ -231,8 +236,9 @@ class FakeEngine:
         command, argument = (found.group(1), found.group(2) or "") if found else ("", "")
         key = key_of(request.prompt, request.choice) ^ self._adapters.content(request.adapter)
         running = Running(request, command, argument, time.monotonic(), key)
-        if command == "say":
-            running.script = [*tokenizer().encode(argument, add_special_tokens=False).ids, EOS]
+        if command in ("say", "announced"):
+            said = argument if command == "say" else str(self._announced)
+            running.script = [*tokenizer().encode(said, add_special_tokens=False).ids, EOS]
         running.matcher = self._matchers.pop(request.request_id, None)
         running.cached = self._memory.enter(request.prompt, request.cache_salt + "\0" + request.adapter)
         self._stats.prompt_tokens += len(request.prompt)

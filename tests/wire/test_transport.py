@@ -25,6 +25,7 @@ from bladellm_runtime.wire.messages import (
     EngineReady,
     EngineStats,
     FrontEndStuck,
+    RequestComing,
     RequestDelta,
     Shutdown,
     StepOutput,
@@ -56,6 +57,7 @@ front_messages = (
     requests
     | st.builds(AbortRequests, st.lists(ids, max_size=9))
     | st.builds(AttachFrontEnd, st.integers(1, 64), st.text(max_size=100))
+    | st.builds(RequestComing)
     | st.builds(Shutdown)
 )
 deltas = st.builds(
@@ -89,7 +91,7 @@ def test_engine_messages_survive_the_wire(message):
 @settings(max_examples=300)
 def test_what_does_not_decode_is_dropped(frame):
     for decode, union in (
-        (transport.decode_front_message, AddRequest | AbortRequests | AttachFrontEnd | Shutdown),
+        (transport.decode_front_message, AddRequest | RequestComing | AbortRequests | AttachFrontEnd | Shutdown),
         (transport.decode_engine_message, StepOutput | EngineReady | EngineFailed | FrontEndStuck),
     ):
         try:
