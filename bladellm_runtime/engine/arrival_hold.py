@@ -3,7 +3,7 @@
 PATIENCE_SECONDS = 0.0025
 """How long a request may take from its announcement: tokenizing one of 1,024 tokens takes 1 to 2 ms."""
 HOLD_SHARE = 0.02
-"""Of the time, in which steps may wait."""
+"""Of the time, in which the device may have nothing to do for that."""
 MOST_SECONDS = 0.01
 """Of that time that may be saved up."""
 
@@ -28,16 +28,18 @@ class ArrivalHold:
         """One came."""
         self._until = 0.0
 
-    def left(self, now: float) -> float:
-        """Seconds that a step which is due by now may still wait, 0 or more; from the first such call on it does."""
+    def left(self, now: float, device_idle: bool) -> float:
+        """Seconds that a step which is due by now may still wait, 0 or more. With an idle device that counts from the
+        first such call on."""
         if now >= self._until:
             self.end(now)
             return 0.0
         if self._since is None:
-            self._since = now
             self._saved = min(self._saved + HOLD_SHARE * (now - self._counted), MOST_SECONDS)
             self._counted = now
-        return max(min(self._until, self._since + self._saved) - now, 0.0)
+            if device_idle:
+                self._since = now
+        return max(min(self._until, (self._since or now) + self._saved) - now, 0.0)
 
     def end(self, now: float) -> None:
         """The step waits no more."""

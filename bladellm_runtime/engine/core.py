@@ -246,7 +246,7 @@ class EngineCore:
         if self._scheduler.has_prompts or not self._scheduler.has_work:
             self.hold.end(now)
             return 0.0
-        return self.hold.left(now)
+        return self.hold.left(now, device_idle=not self._in_flight)
 
     @property
     def _due(self) -> float | None:
