@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from bladellm_kernels.decode_work import DecodeWorkspace, short_tokens
+from bladellm_kernels.decode_schedule import short_tokens
+from bladellm_kernels.decode_work import DecodeWorkspace
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_kernels.prefill_warm_up import warm_up as warm_up_prefill

@@ -2,10 +2,11 @@
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from bladellm_kernels.decode_schedule import DecodeSetting
 from bladellm_kernels.decode_work import DecodeWorkspace
 from torch import Tensor
 
@@ -165,19 +166,19 @@ class StepGraphs:
         arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
         workspace = self._workspace
         fuses = workspace is not None and self._model.fuses(size)
-        late = fuses and self._model.fills_sms
-        differs = workspace is not None and workspace.differs_by_length(size, fuses, late)
+        short = DecodeSetting(fuses, late=fuses and self._model.fills_sms)
+        differs = workspace is not None and workspace.differs_by_length(size, short)
 
-        def forward(long: bool) -> None:
+        def forward(setting: DecodeSetting) -> None:
             batch = self._batch(size)
-            batch.light_decode, batch.long_decode, batch.late_decode = fuses and not long, long, late
+            batch.setting = setting
             self._model.decode(batch, out=out)
 
         samplings: list[Work] = []
         if sampling is not None:
             samplings = [partial(sampling.sample, stage, out, arrays) for stage in range(sampling.stages)]
-        captured = capture(partial(forward, False))
-        long = capture(partial(forward, True)) if differs else captured
+        captured = capture(partial(forward, short))
+        long = capture(partial(forward, replace(short, long=True))) if differs else captured
         return StepGraph(captured, long, [capture(work) for work in samplings])
 
     def _batch(self, size: int, adapted: bool = False) -> ForwardBatch:

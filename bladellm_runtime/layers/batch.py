@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 from bladellm_kernels.cascade_decode_attention import CascadeWork, CascadeWorkspace, SharedPrefixes
+from bladellm_kernels.decode_schedule import ALONE, DecodeSetting
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.listed_prefill_attention import ListViews
 from bladellm_kernels.lora_tokens import TokenAdapters
@@ -50,9 +51,8 @@ class ForwardBatch:
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
-    decode rows may be any token's: what they leave in rows of chunks is overwritten. light_decode, long_decode,
-    late_decode: decode attention leaves room for the layer behind, reads many tokens, or ends before the layer behind
-    starts, see `DecodeWorkspace.plan`. prefixes: beginnings that decode rows share, read once in layers without a
+    decode rows may be any token's: what they leave in rows of chunks is overwritten. setting: what is
+    around decode attention. prefixes: beginnings that decode rows share, read once in layers without a
     window; cascade: where that is planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last
     layer then attends, and has its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the
     forward pass; None on the first stage, which alone reads input_ids. adapters: of the tokens; None where none of them
@@ -75,9 +75,7 @@ class ForwardBatch:
     rotation: torch.Tensor | None = None
     planned: PlannedCalls | None = None
     prefill_lists: dict[int | None, ListViews] | None = None
-    light_decode: bool = False
-    long_decode: bool = False
-    late_decode: bool = False
+    setting: DecodeSetting = ALONE
     prefixes: SharedPrefixes | None = None
     cascade: CascadeWorkspace | None = None
     wanted: WantedTokens | None = None
@@ -91,14 +89,7 @@ class ForwardBatch:
         if self.workspace is None:
             return None
         if window not in self._works:
-            self._works[window] = self.workspace.plan(
-                self.decode_kv_lens,
-                window,
-                1,
-                light=self.light_decode,
-                long=self.long_decode,
-                late=self.late_decode,
-            )
+            self._works[window] = self.workspace.plan(self.decode_kv_lens, window, setting=self.setting)
         return self._works[window]
 
     def cascade_work(self, prefixes: SharedPrefixes) -> CascadeWork | None:

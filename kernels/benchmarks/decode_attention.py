@@ -23,14 +23,8 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.decode_work import (
-    DecodeSchedule,
-    DecodeWork,
-    DecodeWorkspace,
-    default_schedule,
-    row_tile,
-    short_tokens,
-)
+from bladellm_kernels.decode_schedule import DecodeSchedule, DecodeSetting, default_schedule, row_tile, short_tokens
+from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.hopper_device import is_hopper
 from bladellm_kernels.kv_format import KV_FORMATS
@@ -151,8 +145,8 @@ def measure(
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
     specialized = is_hopper(device) and not problem.paged
-    long = sum(problem.lens) > short_tokens(problem.kv_heads)
-    own = default_schedule(*shape, warp_specialized=specialized, kv_heads=problem.kv_heads, long=long)
+    setting = DecodeSetting(long=sum(problem.lens) > short_tokens(problem.kv_heads))
+    own = default_schedule(*shape, setting, specialized, problem.kv_heads)
     plans = schedules or [own]
     for schedule, variant in product(plans, arguments.variants):
         label = ",".join(str(value) for value in asdict(schedule).values())

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace
+from bladellm_kernels.decode_schedule import DecodeSchedule
+from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.delayed_norm import delayed_norm
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bladellm_kernels import linear_launch
-from bladellm_kernels.decode_work import DecodeSchedule, default_schedule
+from bladellm_kernels.decode_schedule import DecodeSchedule, DecodeSetting, default_schedule
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.linear import linear, use_table
 from bladellm_kernels.linear_launch import LinearCall, NextNorm, launch
@@ -109,7 +109,7 @@ APART = {
 }
 WHOLE = {
     "whole SMs": Variant(fused, attention=default_schedule(128)),
-    "whole SMs, late": Variant(fused, attention=default_schedule(128, late=True)),
+    "whole SMs, late": Variant(fused, attention=default_schedule(128, setting=DecodeSetting(late=True))),
 }
 LIGHT = {name: Variant(fused, attention=schedule) for name, schedule in light_schedules().items()}
 ALL = VARIANTS | APART | WHOLE | LIGHT

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from bladellm_kernels.decode_work import DecodeSchedule
+from bladellm_kernels.decode_schedule import DecodeSchedule
 
 TILES = ((64, 3, 4), (64, 4, 4), (32, 4, 2))
 """Positions, stages and warps: with one program an SM they leave half of its shared memory."""

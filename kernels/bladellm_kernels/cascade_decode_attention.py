@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from bladellm_kernels.decode_call import DecodeCall
-from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace, row_tile
+from bladellm_kernels.decode_schedule import row_tile
+from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.kv_format import NO_QUANT, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read

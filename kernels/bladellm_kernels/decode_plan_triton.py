@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.decode_work import DecodeSchedule
+from bladellm_kernels.decode_schedule import DecodeSchedule
 from bladellm_kernels.power_of_two import power_of_two
 
 _LENGTHS = tl.constexpr(4)

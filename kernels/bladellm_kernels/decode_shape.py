@@ -5,7 +5,8 @@ from math import gcd
 
 import torch
 
-from bladellm_kernels.decode_work import DecodeWork, row_tile
+from bladellm_kernels.decode_schedule import row_tile
+from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.power_of_two import power_of_two
 

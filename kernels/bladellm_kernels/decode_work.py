@@ -12,174 +12,26 @@ valid for other lengths.
 
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd
 
 import torch
 
+from bladellm_kernels.decode_schedule import (
+    ALONE,
+    FEW_SEQUENCES,
+    LEAST_ROWS,
+    TOGETHER,
+    DecodeSchedule,
+    DecodeSetting,
+    default_schedule,
+    row_tile,
+    short_tokens,
+)
 from bladellm_kernels.hopper_device import is_hopper
 from bladellm_kernels.kv_format import NO_QUANT, KvFormat
 from bladellm_kernels.multiprocessors import multiprocessors
-from bladellm_kernels.power_of_two import power_of_two
 
-_SHARED_BYTES = 228 * 1024
-"""Shared memory of an SM (sm_90)."""
-_TILE_BYTES = 32 * 1024
-_MANY_SEQUENCES = 64
-"""From so many on most programs of Triton's kernel have several, and small tiles lose less at their ends: on an H200 71
-µs, not 74, at 128 of 520 tokens in bfloat16."""
-_STATE = 4096
-"""Most numbers of one warp's output state: 128 registers a thread."""
-_IDLE_NS = 3000
-_SHORT_TOKENS = 131072
-"""KV tokens of a step up to which attention had better be `light`, beside linear layers that start early: that gains
-some 0.3 ms a step, and attention loses up to 6 % of its bandwidth. Sequences of more in all are `long`."""
 SEQUENCE_FIELDS = 5
 PROGRAM_FIELDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSchedule:
-    """block_kv: positions a step of the loop, `warps` warps sharing them, at least 16 each. stages: of the software
-    pipeline, whose tiles take stages - 1 buffers. ctas_per_sm: programs started for each SM, to run at once.
-    segment_blocks: blocks that a program could read in the time that starting and ending a segment takes it.
-
-    idle_ns, stay_ns: so long programs stay on their SMs that have no work, or all programs, counted from when the next
-    kernel may start; 0 for not at all. See `linger`.
-    late: the linear layer behind may start no sooner than all programs have left their SMs, beside the merge of their
-    segments at most. Its programs, one an SM, then find all of them empty.
-    lane_heads: KV heads that a program takes, its warps divided among them: what they have of a token lies beside each
-    other, and is read at a time.
-    warp_specialized: producer warps load, consumer warps attend, where `ring_decode.py` has a kernel for that; all
-    stages are buffers then.
-    """
-
-    block_kv: int
-    stages: int
-    warps: int
-    ctas_per_sm: int
-    segment_blocks: int = 2
-    idle_ns: int = 0
-    stay_ns: int = 0
-    warp_specialized: bool = False
-    lane_heads: int = 1
-    late: bool = False
-
-    def __post_init__(self) -> None:
-        warps = self.warps // self.lane_heads
-        tokens = self.block_kv // max(warps, 1)
-        if warps * self.lane_heads != self.warps or tokens < 16 or power_of_two(tokens) * warps != self.block_kv:
-            raise ValueError(
-                f"{self.warps} warps of {self.lane_heads} KV heads must share {self.block_kv} positions of each by a "
-                "power of two from 16 on"
-            )
-
-
-WARP_SPECIALIZED_SCHEDULES = {
-    512: DecodeSchedule(64, 3, 4, 2, warp_specialized=True),
-    256: DecodeSchedule(64, 5, 4, 2, warp_specialized=True),
-    128: DecodeSchedule(128, 4, 4, 2, warp_specialized=True),
-}
-"""By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
-
-_MANY_KV_HEADS = 16
-_FEW_SEQUENCES = range(3, 17)
-_FEW_BYTES = 128
-_TOGETHER = 2
-"""Where K and V of a token and head are no more than `_FEW_BYTES`, a program takes two of many KV heads, and of a few
-long sequences: an H200 reads 256 bytes here and there faster than 128, and as fast wherever they lie. One or two
-sequences it reads faster by single heads."""
-
-LIGHT_SCHEDULE = DecodeSchedule(64, 4, 4, 1, stay_ns=4500)
-"""Leaves half of an SM to the kernel behind, of 512 bytes of K and V a token."""
-_FEW_LATE = 4
-"""Most sequences that are read faster by whole SMs, with a layer behind that starts late, than by a `light` schedule:
-steps of 1, 2 and 4 rows of Llama-3.1-8B take 1.7, 1.1 and 3.2 % less on an H100, of 1 and 2 rows of Llama-2-13B 5.5 and
-4 %; 8 rows as long."""
-
-
-def short_tokens(kv_heads: int, ranks: int = 1) -> int:
-    """Most KV tokens of a step that is not `long`, for a model's KV heads shared by so many ranks: all agree on it.
-
-    Of many heads half as many: one sequence of Llama-2-13B, 40 heads, took 13.14 ms as a short and 13.4 as a long one
-    on an H200 at 32,768 tokens, 20.30 and 20.18 at 70,000, before few sequences were read by whole SMs either way.
-    """
-    return _SHORT_TOKENS // 2 if kv_heads >= _MANY_KV_HEADS * ranks else _SHORT_TOKENS
-
-
-def default_schedule(
-    head_dim: int,
-    format: KvFormat = NO_QUANT,
-    dtype: torch.dtype = torch.bfloat16,
-    rows: int = 8,
-    batch: int = 1,
-    light: bool = False,
-    warp_specialized: bool = True,
-    kv_heads: int = 1,
-    long: bool = False,
-    late: bool = False,
-) -> DecodeSchedule:
-    """Tiles of about 32 KiB, K and V together, and as many of them in flight as fit; rows: of a program's queries.
-
-    batch: sequences; long: of more than `short_tokens` in all. light: leave half of an SM's shared memory to the kernel
-    behind, where the format allows it. warp_specialized: whether there is such a kernel for the device and its memory.
-    kv_heads: of the layer. late: the kernel behind can wait until attention has left its SMs.
-    """
-    if light and rows == 8 and _gains_by_light(head_dim, format, dtype, batch, late):
-        return LIGHT_SCHEDULE
-    token_bytes = _token_bytes(head_dim, format, dtype)
-    if warp_specialized and rows == 8 and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
-        schedule = WARP_SPECIALIZED_SCHEDULES[token_bytes]
-        together = kv_heads >= _MANY_KV_HEADS or (long and batch in _FEW_SEQUENCES)
-        heads = gcd(kv_heads, _TOGETHER) if token_bytes <= _FEW_BYTES and together else 1
-        schedule = replace(schedule, block_kv=schedule.block_kv // heads, lane_heads=heads)
-    else:
-        schedule = _filling_schedule(head_dim, format, dtype, rows, batch)
-    return replace(schedule, idle_ns=_IDLE_NS if light and not late else 0, late=late)
-
-
-def _token_bytes(head_dim: int, format: KvFormat, dtype: torch.dtype) -> int:
-    """Of K and V of a token and head."""
-    return 2 * format.width(head_dim) * format.dtype(dtype).itemsize
-
-
-def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
-    """Whether K and V of a token and head are 512 bytes of unquantized 16-bit numbers."""
-    return not format.quantized and dtype.itemsize == 2 and power_of_two(head_dim) == 128
-
-
-def _gains_by_light(head_dim: int, format: KvFormat, dtype: torch.dtype, batch: int, late: bool) -> bool:
-    """Whether there is a light schedule, and whole SMs with a layer behind that starts late are no faster."""
-    return _is_plain_512(head_dim, format, dtype) and not (late and batch <= _FEW_LATE)
-
-
-def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows: int, batch: int) -> DecodeSchedule:
-    """Of Triton's kernel; takes the whole of an SM."""
-    token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
-    if rows == 8 and batch >= _MANY_SEQUENCES and _is_plain_512(head_dim, format, dtype):
-        return DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
-    block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
-    plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
-    warps = 4
-    # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
-    if dtype == torch.float32:
-        plans = [(1, 2)]
-    elif format.quantized and format.per_element == 1 and rows == 8 and head_dim <= 128:
-        # Small programs lose less where sequences are short (on an H200 39 µs, not 44, at 64 of 1,024 tokens).
-        block_kv, warps, plans = 64, 2, [(4, 3), (4, 2), *plans]
-    elif not format.quantized and rows == 8:
-        plans = [(3, 3), *plans]
-    # Beside the tiles: queries, scales, what warps exchange at the end, and 1 KiB of every program that CUDA takes.
-    kept = 2 * warps * (rows if format.quantized else 8) * power_of_two(head_dim) + (3 + warps) * 1024
-    for ctas, buffers in plans:
-        if ctas * (buffers * block_kv * token_bytes + kept) <= _SHARED_BYTES:
-            return DecodeSchedule(block_kv, buffers + 1, warps, ctas)
-    return DecodeSchedule(block_kv, 2, 4, 1)
-
-
-def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Query rows of a KV head, of `rows` in all, that one program takes: a power of two from 8 to 32."""
-    most = 8 if dtype == torch.float32 else min(32, max(_STATE // power_of_two(head_dim), 8))
-    return min(max(power_of_two(rows), 8), most)
 
 
 @dataclass(slots=True)
@@ -250,8 +102,8 @@ class DecodeWorkspace:
         """KV tokens of a step beyond which it is `long`."""
         self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
-        sizes = list(product((1, min(_FEW_SEQUENCES.start, max_batch), max_batch), (False, True)))
-        programs = {count: max(self.programs(count, batch, long=long) for batch, long in sizes) for count in queries}
+        batches, settings = (1, min(FEW_SEQUENCES.start, max_batch), max_batch), (ALONE, DecodeSetting(long=True))
+        programs = {count: max(self.programs(count, *case) for case in product(batches, settings)) for count in queries}
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
@@ -262,36 +114,25 @@ class DecodeWorkspace:
         """Query rows of a KV head that one program takes."""
         return row_tile(query_len * (self.heads // self.kv_heads), self.head_dim, self.dtype)
 
-    def schedule(
-        self, query_len: int, batch: int = 1, light: bool = False, long: bool = False, late: bool = False
-    ) -> DecodeSchedule:
-        return self.given_schedule or default_schedule(
-            self.head_dim,
-            self.format,
-            self.dtype,
-            self.rows(query_len),
-            batch,
-            light,
-            warp_specialized=self.warp_specialized,
-            kv_heads=self.kv_heads,
-            long=long,
-            late=late,
-        )
+    def schedule(self, query_len: int, batch: int = 1, setting: DecodeSetting = ALONE) -> DecodeSchedule:
+        """Of so many sequences of query_len queries each."""
+        rows = self.rows(query_len)
+        return self.given_schedule or self._default(rows, batch, setting, self.kv_heads)
 
-    def differs_by_length(self, batch: int, light: bool = False, late: bool = False) -> bool:
-        """Whether `long`, in place of `light` where that is given, may make a difference to so many sequences, whatever
-        heads a rank has."""
-        few = _token_bytes(self.head_dim, self.format, self.dtype) <= _FEW_BYTES
-        if self.warp_specialized and few and batch in _FEW_SEQUENCES:
-            return True
-        # Programs without work stay a while in steps that are light by name only, where nothing is late.
-        return light and (not late or _gains_by_light(self.head_dim, self.format, self.dtype, batch, late))
+    def differs_by_length(self, batch: int, setting: DecodeSetting = ALONE) -> bool:
+        """Whether it may make a difference to so many sequences that they are long. Ranks agree on that, whatever heads
+        they have: it is asked for the heads to which it makes most."""
+        settings = (replace(setting, long=long) for long in (False, True))
+        short, long = (self._default(LEAST_ROWS, batch, each, TOGETHER) for each in settings)
+        return short != long
 
-    def programs(
-        self, query_len: int, batch: int = 1, light: bool = False, long: bool = False, late: bool = False
-    ) -> int:
+    def _default(self, rows: int, batch: int, setting: DecodeSetting, kv_heads: int) -> DecodeSchedule:
+        shape = (self.head_dim, self.format, self.dtype, rows, batch)
+        return default_schedule(*shape, setting, self.warp_specialized, kv_heads)
+
+    def programs(self, query_len: int, batch: int = 1, setting: DecodeSetting = ALONE) -> int:
         """Programs of each lane: of the KV heads that one takes, or a tile of their query rows."""
-        schedule = self.schedule(query_len, batch, light, long, late)
+        schedule = self.schedule(query_len, batch, setting)
         lanes = self.kv_heads // schedule.lane_heads * self.tiles(query_len)
         return max(1, schedule.ctas_per_sm * multiprocessors(self.device) // lanes)
 
@@ -306,16 +147,11 @@ class DecodeWorkspace:
         query_len: int = 1,
         reads: str = "all",
         shares: torch.Tensor | None = None,
-        light: bool = False,
-        long: bool = False,
-        late: bool = False,
+        setting: DecodeSetting = ALONE,
     ) -> DecodeWork:
         """The split for sequences of kv_lens, int64 [B] on the device, with query_len queries and window as in
         `ragged_decode_attention`; reads, shares: see `DecodeWork`. Queues one small kernel and never waits. Valid until
         the next step's plan.
-
-        light: programs leave room for those of the linear layer behind attention, one a multiprocessor of each. Short
-        contexts gain by that, long ones lose up to 6 % of the bandwidth. long, late: as in `default_schedule`.
         """
         from bladellm_kernels.decode_plan_triton import launch
 
@@ -325,8 +161,7 @@ class DecodeWorkspace:
                 f"the workspace holds {self.max_batch} sequences of {self.max_query_len} queries, "
                 f"asked for {batch} of {query_len}"
             )
-        asked = (query_len, batch, light, long, late)
-        count, schedule = self.programs(*asked), self.schedule(*asked)
+        count, schedule = self.programs(query_len, batch, setting), self.schedule(query_len, batch, setting)
         programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
         sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
         # Each for itself: kernels are compiled for pointers at whole 16 bytes.

@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from bladellm_kernels.decode_call import DecodeCall
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace
+from bladellm_kernels.decode_schedule import ALONE, DecodeSchedule, DecodeSetting
+from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS, KvFormat
 from bladellm_kernels.kv_layer import KvLayer
 
 FORMATS = list(KV_FORMATS)
+FUSED = DecodeSetting(fused=True)
 LAYERS = 3
 """Layers interleaved in a row of the memory, the tested one in the middle."""
 
@@ -102,7 +104,7 @@ def random_scales(tokens, kv_heads, kv_format: KvFormat) -> torch.Tensor:
     return scales.half()
 
 
-def plan(case: Case, window, schedule: DecodeSchedule, light: bool = False) -> DecodeWork:
+def plan(case: Case, window, schedule: DecodeSchedule, setting: DecodeSetting = ALONE) -> DecodeWork:
     """The work of a case, its workspace poisoned."""
     heads, head_dim = case.q.shape[1:]
     workspace = DecodeWorkspace(
@@ -111,11 +113,11 @@ def plan(case: Case, window, schedule: DecodeSchedule, light: bool = False) -> D
     )  # fmt: skip
     workspace.partial.fill_(torch.nan)
     workspace.lse.fill_(torch.nan)
-    return workspace.plan(case.kv_lens, window, case.query_len, light=light)
+    return workspace.plan(case.kv_lens, window, case.query_len, setting=setting)
 
 
 def compiled_for_hopper(
-    monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1, light=False, kernel="ragged_decode_kernel"
+    monkeypatch, case: Case, window, schedule: DecodeSchedule, launches=1, setting=ALONE, kernel="ragged_decode_kernel"
 ):
     """A kernel of decode attention as the last of `launches` on a plan compiles it for sm_90, without a GPU."""
     from bladellm_kernels import merge_attention_triton as merge_module
@@ -149,7 +151,7 @@ def compiled_for_hopper(
     monkeypatch.setattr(module, "decode_shape", lambda *given: replace(shape(*given), **changed))
     for each in (module, merge_module):
         monkeypatch.setattr(each, "early_launch", lambda device: {"EARLY": True, "launch_pdl": True})
-    work = plan(case, window, schedule, light)
+    work = plan(case, window, schedule, setting)
     for _ in range(launches):
         module.launch(DecodeCall(*case.memory, case.scale, work, torch.empty_like(case.q)))
     return compiled[kernel]

@@ -48,7 +48,7 @@ def test_projections_without_a_gate_take_the_same_tiles(script):
 
 
 def test_light_schedules_are_a_table_with_those_of_the_operator(script):
-    from bladellm_kernels.decode_work import LIGHT_SCHEDULE
+    from bladellm_kernels.decode_schedule import LIGHT_SCHEDULE
     from fused_light import light_schedules, light_table
 
     schedules = light_schedules()

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork
+from bladellm_kernels.decode_schedule import DecodeSchedule
+from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.merge_attention import merge_attention, merge_attention_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, TOLERANCE

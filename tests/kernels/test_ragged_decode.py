@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bladellm_kernels import ragged_decode_attention as module
-from bladellm_kernels.decode_work import DecodeSchedule
+from bladellm_kernels.decode_schedule import DecodeSchedule
 from bladellm_kernels.kv_format import KV_FORMATS, NO_QUANT
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 

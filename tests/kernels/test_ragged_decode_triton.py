@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from bladellm_kernels.decode_call import DecodeCall
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWorkspace, default_schedule
+from bladellm_kernels.decode_schedule import ALONE, DecodeSchedule, DecodeSetting, default_schedule
+from bladellm_kernels.decode_work import DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
-from tests.kernels.decode_support import FORMATS, compiled_for_hopper, decode_case, plan
+from tests.kernels.decode_support import FORMATS, FUSED, compiled_for_hopper, decode_case, plan
 from tests.kernels.interpreted import run_interpreted
 from tests.support.cases import some_of
 
@@ -156,12 +157,12 @@ def resources(compiled, folder: Path) -> tuple[int, int]:
 def check_compiled(monkeypatch, folder, format_name, heads, paged=False, **load):
     """Compiled by default: programs fit an SM as planned, nothing spills, and tiles come in copies of 16 bytes.
 
-    load: the batch, and whether the schedule is a light one. Where no warps of their own fetch.
+    load: the batch and what is around attention. Where no warps of their own fetch.
     """
     schedule = default_schedule(heads[2], KV_FORMATS[format_name], torch.bfloat16, warp_specialized=False, **load)
     tokens = 16 if paged else 256
     case = decode_case(format_name, torch.bfloat16, heads, [5, 9], granule_tokens=tokens, paged=paged)
-    compiled = compiled_for_hopper(monkeypatch, case, None, schedule, light=load.get("light", False))
+    compiled = compiled_for_hopper(monkeypatch, case, None, schedule, setting=load.get("setting", ALONE))
     registers, stack = resources(compiled, folder)
     assert "sm_90" in compiled.asm["ptx"]
     assert registers * 32 * schedule.warps * schedule.ctas_per_sm <= 65536
@@ -191,7 +192,7 @@ def test_compiled_for_hopper(format_name, monkeypatch, tmp_path):
     check_compiled(monkeypatch, tmp_path, format_name, (32, 8, 128))
 
 
-@pytest.mark.parametrize("load", [{"batch": 64}, {"light": True}])
+@pytest.mark.parametrize("load", [{"batch": 64}, {"setting": FUSED}], ids=str)
 def test_compiled_for_many_sequences_and_beside_others(load, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     check_compiled(monkeypatch, tmp_path, "no_quant", (32, 8, 128), **load)
@@ -199,7 +200,7 @@ def test_compiled_for_many_sequences_and_beside_others(load, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("batch", [1, 8, 256])
 def test_a_light_schedule_leaves_half_of_the_shared_memory(batch):
-    schedule = default_schedule(128, batch=batch, light=True)
+    schedule = default_schedule(128, batch=batch, setting=FUSED)
     assert schedule.ctas_per_sm == 1
     assert (schedule.stages - 1) * schedule.block_kv * 512 < 114 * 1024
 
@@ -207,7 +208,7 @@ def test_a_light_schedule_leaves_half_of_the_shared_memory(batch):
 def test_programs_that_stay_look_at_the_clock_when_the_next_may_start_and_behind_their_last_store(monkeypatch):
     pytest.importorskip("triton")
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [5, 9], granule_tokens=256)
-    schedule = replace(default_schedule(128, light=True), idle_ns=0, stay_ns=4500)
+    schedule = replace(default_schedule(128, setting=FUSED), idle_ns=0, stay_ns=4500)
     text = compiled_for_hopper(monkeypatch, case, None, schedule).asm["ptx"]
     before, between, after = text.split("%globaltimer")
     assert "griddepcontrol.launch_dependents" in before
@@ -254,17 +255,20 @@ def test_where_the_layer_behind_starts_late_a_merge_lets_it_when_the_segments_ha
     assert "griddepcontrol.launch_dependents" in after.split("ld.global.cg")[0], "at once, before what there is to do"
 
 
-@pytest.mark.parametrize(("format_name", "batch", "load", "light", "late"), [
-    ("no_quant", 4, {"light": True, "late": True}, False, True),
-    ("no_quant", 8, {"light": True, "late": True}, True, False),
-    ("no_quant", 1, {"light": True}, True, False),
-    ("no_quant", 8, {"long": True, "late": True}, False, True),
-    ("no_quant", 8, {"long": True}, False, False),
-    ("int8", 8, {"light": True, "late": True}, False, True),
-    ("int8", 8, {"light": True}, False, False),
-])  # fmt: skip
-def test_the_layer_behind_starts_late_where_attention_has_whole_multiprocessors(format_name, batch, load, light, late):
-    schedule = default_schedule(128, KV_FORMATS[format_name], batch=batch, **load)
+@pytest.mark.parametrize(("format_name", "batch", "setting", "light", "late"), [
+    ("no_quant", 4, DecodeSetting(fused=True, late=True), False, True),
+    ("no_quant", 8, DecodeSetting(fused=True, late=True), True, False),
+    ("no_quant", 1, DecodeSetting(fused=True), True, False),
+    ("no_quant", 8, DecodeSetting(fused=True, late=True, long=True), False, True),
+    ("no_quant", 8, DecodeSetting(fused=True, long=True), False, False),
+    ("no_quant", 8, DecodeSetting(long=True), False, False),
+    ("int8", 8, DecodeSetting(fused=True, late=True), False, True),
+    ("int8", 8, DecodeSetting(fused=True), False, False),
+], ids=str)  # fmt: skip
+def test_the_layer_behind_starts_late_where_attention_has_whole_multiprocessors(
+    format_name, batch, setting, light, late
+):
+    schedule = default_schedule(128, KV_FORMATS[format_name], batch=batch, setting=setting)
     assert (schedule.stay_ns > 0) == light
     assert schedule.late == late
     assert (schedule.idle_ns > 0) == (format_name == "int8" and not late)
@@ -297,15 +301,15 @@ def test_on_the_gpu(dtype, format_name, heads, window, query_len, paged, granule
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("format_name", ["no_quant", "int8", "int4_affine"])
-@pytest.mark.parametrize("light", [False, True])
-def test_a_captured_graph_holds_for_other_lengths(format_name, light):
+@pytest.mark.parametrize("setting", [ALONE, FUSED], ids=str)
+def test_a_captured_graph_holds_for_other_lengths(format_name, setting):
     case = decode_case(format_name, torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
     lens = case.kv_lens.clone()
     workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16)
     out = torch.empty_like(case.q)
 
     def step():
-        work = workspace.plan(lens, light=light)
+        work = workspace.plan(lens, setting=setting)
         memory = (case.q, case.kv, case.base_rows, case.slots, lens)
         ragged_decode_attention(*memory, 3000, case.scale, work=work, out=out)
 
@@ -323,18 +327,18 @@ def test_a_captured_graph_holds_for_other_lengths(format_name, light):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("light", "stay_ns"), [(False, 0), (True, 0), (True, 6000)])
-def test_layers_of_a_graph_share_a_plan(light, stay_ns):
+@pytest.mark.parametrize(("setting", "stay_ns"), [(ALONE, 0), (FUSED, 0), (FUSED, 6000)], ids=str)
+def test_layers_of_a_graph_share_a_plan(setting, stay_ns):
     """Each kernel reads what the one before it wrote, though it starts before that one has ended; those that stay take
     as long as they are asked to."""
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [900, 70, 3000, 1], "cuda", 128)
     lens = case.kv_lens.clone()
-    schedule = replace(default_schedule(128, light=True), stay_ns=stay_ns) if stay_ns else None
+    schedule = replace(default_schedule(128, setting=FUSED), stay_ns=stay_ns) if stay_ns else None
     workspace = DecodeWorkspace(torch.device("cuda"), 8, 32, 8, 128, 1, case.kv.format, torch.bfloat16, schedule)
     outs = [torch.empty_like(case.q) for _ in range(8)]
 
     def step():
-        work, queries = workspace.plan(lens, light=light), case.q
+        work, queries = workspace.plan(lens, setting=setting), case.q
         for out in outs:
             memory = (queries, case.kv, case.base_rows, case.slots, lens)
             ragged_decode_attention(*memory, 3000, case.scale, work=work, out=out)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from bladellm_kernels.cascade_decode_attention import CascadeWorkspace
 from bladellm_kernels.decode_call import DecodeCall
+from bladellm_kernels.decode_schedule import DecodeSchedule, DecodeSetting, default_schedule, short_tokens
 from bladellm_kernels.decode_shape import decode_shape
-from bladellm_kernels.decode_work import DecodeSchedule, DecodeWork, DecodeWorkspace, default_schedule, short_tokens
+from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
 from tests.kernels.conditions import DEVICES, assert_close
-from tests.kernels.decode_support import FORMATS, Case, decode_case
+from tests.kernels.decode_support import FORMATS, FUSED, Case, decode_case
 from tests.kernels.hopper import compiled_launches
 from tests.kernels.sass import spills_in_the_loop
 
@@ -193,7 +194,9 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
 @pytest.mark.parametrize(("heads", "long"), [((32, 8, 128), False), ((32, 8, 128), True), ((40, 40, 128), False)])
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_programs_of_every_format_fit_an_sm_twice(format_name, heads, long, monkeypatch, tmp_path):
-    schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16, batch=4, kv_heads=heads[1], long=long)
+    schedule = default_schedule(
+        128, KV_FORMATS[format_name], torch.bfloat16, batch=4, setting=DecodeSetting(long=long), kv_heads=heads[1]
+    )
     assert schedule.warp_specialized
     assert schedule.lane_heads == (2 if "int4" in format_name and (long or heads[1] == 40) else 1)
     case = decode_case(format_name, torch.bfloat16, heads, [500, 70], granule_tokens=256)
@@ -229,7 +232,7 @@ def test_work_is_planned_for_the_kernel_that_takes_it(hopper, paged, head_dim, s
     monkeypatch.setattr(decode_work, "is_hopper", lambda device: hopper)
     workspace = DecodeWorkspace(torch.device("cpu"), 64, 32, 8, head_dim, paged=paged)
     assert workspace.schedule(1, 64).warp_specialized is specialized
-    assert not workspace.schedule(1, 8, light=True).warp_specialized
+    assert not workspace.schedule(1, 8, FUSED).warp_specialized
     shared = CascadeWorkspace(torch.device("cpu"), 64, 32, 8, head_dim, paged=paged)
     assert shared.own.schedule(1, 64).warp_specialized is specialized
     assert specialized or workspace.schedule(1, 64) == DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
@@ -247,19 +250,19 @@ def test_programs_take_two_heads_of_many_or_of_few_long_sequences(kv_heads, batc
     monkeypatch.setattr(decode_work, "multiprocessors", lambda device: 132)
     shape = (torch.device("cpu"), 200, 4 * kv_heads, kv_heads, 128, 1)
     workspace = DecodeWorkspace(*shape, KV_FORMATS["int4"])
-    assert workspace.schedule(1, batch, long=long).lane_heads == together
+    assert workspace.schedule(1, batch, DecodeSetting(long=long)).lane_heads == together
     assert workspace.differs_by_length(batch) == (3 <= batch <= 16), "the same on all ranks, whatever heads they have"
-    assert len(workspace.lse) >= (workspace.programs(1, batch, long=long) + batch) * 4 * kv_heads
-    eight_bits = DecodeWorkspace(*shape, KV_FORMATS["int8"])
+    assert len(workspace.lse) >= (workspace.programs(1, batch, DecodeSetting(long=long)) + batch) * 4 * kv_heads
+    eight_bits, late = DecodeWorkspace(*shape, KV_FORMATS["int8"]), DecodeSetting(fused=True, late=True)
     assert not eight_bits.differs_by_length(batch)
-    assert eight_bits.differs_by_length(batch, light=True)
-    assert not eight_bits.differs_by_length(batch, light=True, late=True)
+    assert eight_bits.differs_by_length(batch, FUSED)
+    assert not eight_bits.differs_by_length(batch, late)
     plain = DecodeWorkspace(*shape)
-    assert plain.differs_by_length(batch, light=True)
-    assert plain.differs_by_length(batch, light=True, late=True) == (batch > 4), "few have whole SMs either way"
+    assert plain.differs_by_length(batch, FUSED)
+    assert plain.differs_by_length(batch, late) == (batch > 4), "few have whole SMs either way"
     for each in (workspace, eight_bits, plain):
-        short, long = (each.schedule(1, batch, light=not long, long=long, late=True) for long in (False, True))
-        assert short == long or each.differs_by_length(batch, light=True, late=True)
+        short, long = (each.schedule(1, batch, dataclasses.replace(late, long=long)) for long in (False, True))
+        assert short == long or each.differs_by_length(batch, late)
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:
