@@ -194,7 +194,7 @@ def pace_steps(
         core.reset_prompt_cache()
         core.reset_counters()
     if device.type == "cuda" and not args.disable_overlap and args.micro_batches == 1:
-        core.timer, core.hold = LaunchTimer(cost), ArrivalHold()
+        core.pace(LaunchTimer(cost), ArrivalHold())
 
 
 def target_tbt(args: EngineArgs, device: torch.device) -> float:

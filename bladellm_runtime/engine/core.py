@@ -13,6 +13,7 @@ from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.preparation import RefusedError, WaitingRoom
 from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
+from bladellm_runtime.engine.step_pacer import StepPacer
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
@@ -21,8 +22,8 @@ from bladellm_runtime.scheduler.prepared import Prepared
 from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, MoveAdapter, RequestDelta, front_end_of
 
-OVERDUE_SECONDS = 0.0003
-"""How long after it was due a step may be planned for its launch to tell whether that was early enough."""
+PACED_STEPS = 2
+"""In flight at once, where the second is planned only shortly before the first ends."""
 
 
 class Runner(Protocol):
@@ -85,8 +86,6 @@ class EngineCore:
         scheduler.watch_ends(self._room.release)
         self._runner = runner
         runner.queued = self._note_queued
-        self._queued: list[tuple[float, bool]] = []
-        """When the device got the first of the step that is being launched, and whether the step before had ended."""
         self._depth = micro_batches + overlap
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._constraints = constraints
@@ -94,12 +93,7 @@ class EngineCore:
         """The step launched last, while its masks are to come."""
         self.blocked = False
         """True when the last `step` found requests waiting, nothing to plan and nothing in flight."""
-        self.timer: LaunchTimer | None = None
-        """Says how long `spare_seconds` is; without it always 0."""
-        self._started = 0.0
-        """When the step in front began, as far as the host knows."""
-        self.hold: ArrivalHold | None = None
-        """Has steps wait for requests that are announced; needs the timer."""
+        self._pacer: StepPacer | None = None
         self.watch: Callable[[StepPlan, float], None] | None = None
         """Called with each completed step and the seconds that it took."""
         self.recovery: MemoryRecovery | None = None
@@ -119,8 +113,8 @@ class EngineCore:
     def add(self, request: AddRequest, prepared: Prepared | None = None) -> list[RequestDelta]:
         """Queue a request; a request that can never run is answered at once. prepared: what it needs, where it need not
         wait for that."""
-        if self.hold is not None:
-            self.hold.arrive()
+        if self._pacer is not None:
+            self._pacer.arrive()
         refusal = self._refusal(request)
         if refusal is None and (prepared is not None or not self._room.enter(request)):
             refusal = self._scheduler.add(request, prepared)
@@ -128,8 +122,8 @@ class EngineCore:
 
     def announce(self) -> None:
         """A request is to come soon."""
-        if self.hold is not None:
-            self.hold.announce(time.monotonic())
+        if self._pacer is not None:
+            self._pacer.announce(time.monotonic())
 
     def move_adapter(self, message: MoveAdapter) -> list[RequestDelta]:
         """Load an adapter, as a request for it does, or let go of one. What becomes of it is a terminal delta, here or
@@ -204,11 +198,10 @@ class EngineCore:
 
     def _step(self, deltas: list[Delta]) -> None:
         """`step`, without what comes before and after; adds to `deltas` what was completed, also where it raises."""
-        start = time.monotonic()
-        due = self._due
-        plan = None if self._hold_seconds(start) else self._scheduler.plan()
+        plans = self._pacer is None or self._pacer.plans(time.monotonic(), self._front)
+        plan = self._scheduler.plan() if plans else None
         if plan is not None:
-            self._launch(plan, start, due is not None and start - due < OVERDUE_SECONDS)
+            self._launch(plan)
         self.blocked = not self._in_flight and self._scheduler.has_work
         if self._unsampled is not None and len(self._in_flight) == 1:
             self._sample(self._unsampled, deltas)
@@ -231,76 +224,50 @@ class EngineCore:
         self._in_flight[-1] = (plan, self._runner.sample(self._in_flight[-1][1], masks))
         self._unsampled = None
 
+    def pace(self, timer: LaunchTimer, hold: ArrivalHold | None = None) -> None:
+        """From now on plan steps as late as the timer says, and later where `hold` has them wait.
+
+        Only where two steps are in flight at once.
+        """
+        assert self._depth == PACED_STEPS
+        self._pacer = StepPacer(timer, hold, self._scheduler)
+
     def spare_seconds(self) -> float:
         """How long the next `step` can be left, for requests that arrive meanwhile, without the device waiting."""
-        now, due = time.monotonic(), self._due
-        if not self._in_flight:
-            return self._hold_seconds(now)
-        left = 0.0 if due is None else due - now
-        return left if left > 0 and not self._runner.finished(self._in_flight[-1][1]) else 0.0
-
-    def _hold_seconds(self, now: float) -> float:
-        """How long the next step waits for a request that was announced, if it is one of decodes alone."""
-        if self.hold is None:
-            return 0.0
-        if self._scheduler.has_prompts or not self._scheduler.has_work:
-            self.hold.end(now)
-            return 0.0
-        return self.hold.left(now, device_idle=not self._in_flight)
+        left = 0.0 if self._pacer is None else self._pacer.spare(time.monotonic(), self._front)
+        return 0.0 if left > 0 and self._in_flight and self._runner.finished(self._in_flight[-1][1]) else left
 
     @property
-    def _due(self) -> float | None:
-        """When the next step is to be planned, None where there is no waiting for that."""
-        if self.timer is None or len(self._in_flight) != self._depth - 1:
-            return None
-        return self._started + self.timer.spare(self._in_flight[-1][0], self._scheduler.has_prompts)
+    def _front(self) -> StepPlan | None:
+        """The step launched last, while it is in flight."""
+        return self._in_flight[-1][0] if self._in_flight else None
 
-    def _launch(self, plan: StepPlan, start: float, in_time: bool) -> None:
-        """in_time: the step was planned when it was due, not later, as for a prompt that came after that."""
-        self._queued.clear()
+    def _launch(self, plan: StepPlan) -> None:
         launched = self._runner.launch(plan)
-        if self.timer is not None:
-            self._note_queued()
-            at, late = self._queued[0]
-            self.timer.launched(plan, at - start)
-            if not self._in_flight:
-                self._started = at
-            elif in_time:
-                self.timer.followed(self._in_flight[-1][0], late)
+        self._note_queued()
+        if self._pacer is not None:
+            self._pacer.launched(plan, self._front)
         self._in_flight.append((plan, launched))
         self._unsampled = plan if plan.constrained else None
 
     def _note_queued(self) -> None:
-        if self.timer is not None and not self._queued:
-            late = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
-            self._queued.append((time.monotonic(), late))
+        if self._pacer is not None and self._pacer.launching:
+            ended = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
+            self._pacer.queued(time.monotonic(), ended)
 
     def _complete_oldest(self) -> list[Delta]:
         # A step whose result cannot be read stays: `_recover` finds it there.
         plan, launched = self._in_flight[0]
-        unseen = self.timer is not None and self._runner.finished(launched)
+        seen = self._pacer is None or not self._runner.finished(launched)
         result = self._runner.collect(launched)
         self._in_flight.popleft()
         now = time.monotonic()
-        if self.timer is not None:
-            self._note_end(plan, now, unseen and bool(self._in_flight))
+        if self._pacer is not None:
+            self._pacer.completed(plan, now, seen or not self._in_flight)
         deltas = self._scheduler.complete(plan, result, now)
         if self.watch is not None:
             self.watch(plan, self._scheduler.last_step_seconds)
         return deltas
-
-    def _note_end(self, plan: StepPlan, now: float, unseen: bool) -> None:
-        """A step ended, just now or, where nobody saw that, by now, and the one behind it began."""
-        assert self.timer is not None
-        ended = begun = now
-        if unseen:
-            # It ended when it was expected to, but before the launch of the step behind it where that was late, and
-            # else after that.
-            at, late = self._queued[0]
-            ended = min(max(self._started + self.timer.expected(plan), 0.0 if late else at), at if late else now)
-            begun = at if late else ended
-        self.timer.completed(plan, ended - self._started)
-        self._started = begun
 
     def _recover(self, recovery: MemoryRecovery, error: StepMemoryError) -> list[Delta]:
         """Complete the steps before the one without a result, drop those behind it, and let the recovery go on."""

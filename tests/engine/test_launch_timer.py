@@ -105,7 +105,8 @@ def serve(
     spec = KvSpec((KvGroup((0,), 64),), 16, 4000, 64, 4096)
     limits = SchedulerLimits(2048, 2048, 4096, frozenset(), 1000)
     core = EngineCore(Scheduler(limits, KvAccounting(spec), runner.monotonic), runner, overlap=True)
-    core.timer, core.hold = timer, hold
+    if timer is not None:
+        core.pace(timer, hold)
     arrivals = [0.0, 0.5]
     for _ in range(count - 1):
         arrivals.append(arrivals[-1] + rng.expovariate(25.0))
