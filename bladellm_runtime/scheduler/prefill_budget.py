@@ -16,9 +16,9 @@ MIN_TOKENS = 128
 """A step takes as many prompt tokens in any case: on an H200 it reads the weights for them in the same time."""
 STEP_MULTIPLE = 64
 """Kernels work on token counts like this. Steps that are not padded to captured sizes are multiples of it."""
-QUEUE_STEPS = 5
-"""Bounds in which the prefill of the prompts behind the first has to be done. With 3 small bursts delay the decodes,
-with 8 the TTFT and TBT at high load are longer (docs/prefill_chunks.md)."""
+QUEUE_STEPS = 7
+"""Bounds in which the prefill of the prompts behind the first has to be done. With 5 small bursts delay the decodes,
+with 10 the TTFT and TBT at high load are longer (docs/prefill_chunks.md)."""
 BUSY_SHARE = 0.5
 """Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
 BUSY_BOUNDS = 2.0

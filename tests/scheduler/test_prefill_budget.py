@@ -283,8 +283,8 @@ def test_chunks_of_any_length_give_the_same_answers(monkeypatch):
     sim.finish()
 
 
-def latencies(tool, bound: StepBound | None, rate: float) -> tuple[float, float, float, float]:
-    arrivals = tool.poisson(rate, 250, seed=1)
+def latencies(tool, bound: StepBound | None, rate: float, count: int = 250) -> tuple[float, float, float, float]:
+    arrivals = tool.poisson(rate, count, seed=1)
     cost = tool.COST if bound is None else bound.cost
     return tool.SimulatedEngine(bound, launch_ahead=1.5, cost=cost).run(arrivals, 128).percentiles()
 
@@ -326,8 +326,20 @@ def test_short_prompts_near_what_the_device_can_do_leave_tbt_at_the_bound(simula
 def test_on_a_device_a_little_slower_a_prompt_is_not_cut_once_more(simulate_policy, monkeypatch):
     """A step of 576 tokens takes 14.2 ms there. In three steps a prompt's TTFT was 5 ms longer, at half the load."""
     bound = replace(PADDED, cost=replace(PADDED.cost, token=0.0205))
-    ttft, _, _, longest = latencies(simulate_policy, bound, 16)
+    ttft, _, _, longest = latencies(simulate_policy, bound, 16, count=1000)
     monkeypatch.setattr(prefill_module, "STRETCHED_STEPS", 0)
-    strict = latencies(simulate_policy, bound, 16)
+    strict = latencies(simulate_policy, bound, 16, count=1000)
     assert ttft < 0.93 * strict[0]
     assert longest < 1.1 * strict[3]
+
+
+def test_small_queues_make_no_steps_of_two_prompts(simulate_policy, monkeypatch):
+    """Load allows one whole prompt beside decodes; two of them took 46 ms, of more than a hundredth of tokens."""
+    bound = replace(PADDED, cost=replace(PADDED.cost, token=0.0208))
+    ttft, slow, _, longest = latencies(simulate_policy, bound, 24, count=1500)
+    assert longest < 2.2 * PADDED.milliseconds
+    monkeypatch.setattr(prefill_module, "QUEUE_STEPS", 4)
+    earlier = latencies(simulate_policy, bound, 24, count=1500)
+    assert earlier[3] > 1.2 * longest
+    assert ttft < 1.02 * earlier[0]
+    assert slow < 1.05 * earlier[1]
