@@ -202,7 +202,7 @@ class EngineCore:
         plan = self._scheduler.plan() if plans else None
         if plan is not None:
             self._launch(plan)
-        self.blocked = not self._in_flight and self._scheduler.has_work
+        self.blocked = plans and not self._in_flight and self._scheduler.has_work
         if self._unsampled is not None and len(self._in_flight) == 1:
             self._sample(self._unsampled, deltas)
         if self._in_flight and (plan is None or len(self._in_flight) == self._depth):

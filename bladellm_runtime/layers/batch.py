@@ -51,12 +51,11 @@ class ForwardBatch:
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
     of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
-    decode rows may be any token's: what they leave in rows of chunks is overwritten. setting: what is
-    around decode attention. prefixes: beginnings that decode rows share, read once in layers without a
-    window; cascade: where that is planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last
-    layer then attends, and has its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the
-    forward pass; None on the first stage, which alone reads input_ids. adapters: of the tokens; None where none of them
-    has one.
+    decode rows may be any token's: what they leave in rows of chunks is overwritten. setting: what is around decode
+    attention. prefixes: beginnings that decode rows share, read once in layers without a window; cascade: where that is
+    planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last layer then attends, and has
+    its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the forward pass; None on the
+    first stage, which alone reads input_ids. adapters: of the tokens; None where none of them has one.
     """
 
     input_ids: torch.Tensor
