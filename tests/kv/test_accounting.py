@@ -172,6 +172,8 @@ class AccountingMachine(RuleBasedStateMachine):
 
     def release_slot(self, slot, valid, proven):
         seq = self.live.pop(slot)
+        # Of a sequence that no step has run nothing was sampled.
+        proven = proven and slot not in self.admitted
         if slot not in self.admitted:
             if not valid:
                 self.tainted.add(seq.writer)
