@@ -128,10 +128,10 @@ def default_schedule(
     layer.
     """
     whole = setting.late and batch <= _FEW_LATE
-    if setting.light and rows == 8 and not whole and _is_plain_512(head_dim, format, dtype):
+    if setting.light and rows == LEAST_ROWS and not whole and _is_plain_512(head_dim, format, dtype):
         return LIGHT_SCHEDULE
     token_bytes = _token_bytes(head_dim, format, dtype)
-    if warp_specialized and rows == 8 and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
+    if warp_specialized and rows == LEAST_ROWS and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
         schedule = WARP_SPECIALIZED_SCHEDULES[token_bytes]
         together = kv_heads >= _MANY_KV_HEADS or (setting.long and batch in FEW_SEQUENCES)
         heads = gcd(kv_heads, TOGETHER) if token_bytes <= _FEW_BYTES and together else 1
@@ -155,7 +155,7 @@ def _is_plain_512(head_dim: int, format: KvFormat, dtype: torch.dtype) -> bool:
 def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows: int, batch: int) -> DecodeSchedule:
     """Of Triton's kernel; takes the whole of an SM."""
     token_bytes = 2 * power_of_two(format.width(head_dim)) * format.dtype(dtype).itemsize
-    if rows == 8 and batch >= _MANY_SEQUENCES and _is_plain_512(head_dim, format, dtype):
+    if rows == LEAST_ROWS and batch >= _MANY_SEQUENCES and _is_plain_512(head_dim, format, dtype):
         return DecodeSchedule(32, 4, 2, 4, segment_blocks=4)
     block_kv = 64 if dtype == torch.float32 else min(max(_TILE_BYTES // token_bytes, 64), 128)
     plans = [(2, 3), (2, 2), (1, 3), (1, 2)]
@@ -163,10 +163,10 @@ def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows:
     # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
     if dtype == torch.float32:
         plans = [(1, 2)]
-    elif format.quantized and format.per_element == 1 and rows == 8 and head_dim <= 128:
+    elif format.quantized and format.per_element == 1 and rows == LEAST_ROWS and head_dim <= 128:
         # Small programs lose less where sequences are short (on an H200 39 µs, not 44, at 64 of 1,024 tokens).
         block_kv, warps, plans = 64, 2, [(4, 3), (4, 2), *plans]
-    elif not format.quantized and rows == 8:
+    elif not format.quantized and rows == LEAST_ROWS:
         plans = [(3, 3), *plans]
     # Beside the tiles: queries, scales, what warps exchange at the end, and 1 KiB of every program that CUDA takes.
     kept = 2 * warps * (rows if format.quantized else 8) * power_of_two(head_dim) + (3 + warps) * 1024
@@ -178,5 +178,5 @@ def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows:
 
 def row_tile(rows: int, head_dim: int, dtype: torch.dtype) -> int:
     """Query rows of a KV head, of `rows` in all, that one program takes: a power of two from 8 to 32."""
-    most = 8 if dtype == torch.float32 else min(32, max(_STATE // power_of_two(head_dim), 8))
-    return min(max(power_of_two(rows), 8), most)
+    most = LEAST_ROWS if dtype == torch.float32 else min(32, max(_STATE // power_of_two(head_dim), LEAST_ROWS))
+    return min(max(power_of_two(rows), LEAST_ROWS), most)
