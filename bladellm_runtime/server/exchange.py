@@ -72,10 +72,11 @@ class Exchange:
         if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
             raise ApiError(415, "The request body must not be compressed: leave out the header Content-Encoding")
 
-    def declares_at_most(self, size: int) -> bool:
-        """Whether the body is said to have no more bytes; False where nothing is said."""
+    @property
+    def declared_bytes(self) -> int | None:
+        """The length of the body, None where it is not said before."""
         declared = self.header(b"content-length")
-        return declared is not None and int(declared) <= size
+        return None if declared is None else int(declared)
 
     async def read_body(self, limit: int, patience: float) -> bytes:
         """The whole body.
@@ -83,8 +84,7 @@ class Exchange:
         Raises `ApiError` 413 beyond `limit` bytes, before reading any when its declared length is too large, 408 when
         it takes longer than `patience` seconds and what `MIN_BODY_RATE` allows, and `ClientGone`.
         """
-        declared = self.header(b"content-length")
-        if declared is not None and int(declared) > limit:
+        if (self.declared_bytes or 0) > limit:
             raise _too_large(limit)
         parts: list[bytes] = []
         size = 0

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 Call = ChatCall | CompletionCall
 Parser = Callable[[dict[str, Any], RequestContext], Call]
+PARSERS: dict[str, Parser] = {"/v1/chat/completions": parse_chat, "/v1/completions": parse_completion}
 ANNOUNCED_BYTES = 2**15
 """Of a body, at most, that the engine is told of before it is read: of a longer one it would wait in vain."""
-PARSERS: dict[str, Parser] = {"/v1/chat/completions": parse_chat, "/v1/completions": parse_completion}
 
 
 async def generate(state: ServerState, exchange: Exchange, parser: Parser) -> None:
@@ -77,7 +77,8 @@ async def _generate(state: ServerState, exchange: Exchange, parser: Parser) -> N
     exchange.check_json()
     # Before the body is read: a server that is full must not spend memory on more bodies.
     state.admission.check_room()
-    if exchange.declares_at_most(ANNOUNCED_BYTES):
+    declared = exchange.declared_bytes
+    if declared is not None and declared <= ANNOUNCED_BYTES:
         state.client.announce()
     call = parser(parse_body(await read_body(state, exchange)), state.context)
     prompts = call.prompts if isinstance(call, CompletionCall) else [call]
