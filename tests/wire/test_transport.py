@@ -22,9 +22,11 @@ from bladellm_runtime.wire.messages import (
     AddRequest,
     AttachFrontEnd,
     EngineFailed,
+    EngineMessage,
     EngineReady,
     EngineStats,
     FrontEndStuck,
+    FrontMessage,
     RequestComing,
     RequestDelta,
     Shutdown,
@@ -91,8 +93,8 @@ def test_engine_messages_survive_the_wire(message):
 @settings(max_examples=300)
 def test_what_does_not_decode_is_dropped(frame):
     for decode, union in (
-        (transport.decode_front_message, AddRequest | RequestComing | AbortRequests | AttachFrontEnd | Shutdown),
-        (transport.decode_engine_message, StepOutput | EngineReady | EngineFailed | FrontEndStuck),
+        (transport.decode_front_message, FrontMessage),
+        (transport.decode_engine_message, EngineMessage),
     ):
         try:
             expected = msgspec.msgpack.decode(frame, type=union)
