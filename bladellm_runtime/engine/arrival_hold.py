@@ -11,8 +11,8 @@ MOST_SECONDS = 0.01
 class ArrivalHold:
     """A step without prompts that is planned just before a prompt arrives makes it wait for the whole of that step.
 
-    So a front end announces a request before it tokenizes it, and the step waits for it: a little, and seldom enough
-    for the requests that decode meanwhile.
+    So a front end announces a request before it reads and tokenizes it, and the step waits for it: a little, and seldom
+    enough for the requests that decode meanwhile.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,8 @@ class ArrivalHold:
             self._counted = now
             if device_idle:
                 self._since = now
-        return max(min(self._until, (self._since or now) + self._saved) - now, 0.0)
+        since = now if self._since is None else self._since
+        return max(min(self._until, since + self._saved) - now, 0.0)
 
     def end(self, now: float) -> None:
         """The step waits no more."""

@@ -235,12 +235,16 @@ class EngineCore:
     def spare_seconds(self) -> float:
         """How long the next `step` can be left, for requests that arrive meanwhile, without the device waiting."""
         left = 0.0 if self._pacer is None else self._pacer.spare(time.monotonic(), self._front)
-        return 0.0 if left > 0 and self._in_flight and self._runner.finished(self._in_flight[-1][1]) else left
+        return 0.0 if left > 0 and self._front_ended() else left
 
     @property
     def _front(self) -> StepPlan | None:
         """The step launched last, while it is in flight."""
         return self._in_flight[-1][0] if self._in_flight else None
+
+    def _front_ended(self) -> bool:
+        """Whether that step is in flight, and the device is done with it."""
+        return bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
 
     def _launch(self, plan: StepPlan) -> None:
         launched = self._runner.launch(plan)
@@ -252,7 +256,7 @@ class EngineCore:
 
     def _note_queued(self) -> None:
         if self._pacer is not None and self._pacer.launching:
-            ended = bool(self._in_flight) and self._runner.finished(self._in_flight[-1][1])
+            ended = self._front_ended()
             self._pacer.queued(time.monotonic(), ended)
 
     def _complete_oldest(self) -> list[Delta]:

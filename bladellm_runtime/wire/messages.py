@@ -70,7 +70,7 @@ class AttachFrontEnd(msgspec.Struct, tag="attach", frozen=True, array_like=True)
 
 
 class RequestComing(msgspec.Struct, tag="coming", frozen=True, array_like=True):
-    """A request is being tokenized: a step about to be planned had better wait for it."""
+    """A front end has a request's head: a step about to be planned had better wait for it."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, array_like=True):
