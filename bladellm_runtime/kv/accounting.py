@@ -15,6 +15,8 @@ from bladellm_runtime.kv.slot_granules import Held, Slot, SlotGranules
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.kv.swap_space import SwapSpace
 
+PREPARED_GRANULES = 32
+"""Most granules shown ahead of the sequence that will need them."""
 SPILL_GRANULES, SPILL_SEARCH = 16, 32
 """Granules copied to the host by one plan at most, and units looked at to find them."""
 
@@ -51,6 +53,10 @@ class KvAccounting:
         self._sticky = shares and sticky
         self._caching = shares and prompt_cache
         self._plans = 1
+        self._latest = range(0)
+        """The positions that the last sequence let in got granules of its own for."""
+        self._turned = False
+        """Whether another slot may be next, or other granules free, since the last plan."""
         # Counts what may make room for a sequence, or more of it cached; and who was refused when it stood there.
         self._news = 0
         self._refused: tuple[Sequence[int], int, int, int] = ((), 0, 0, -1)
@@ -113,6 +119,7 @@ class KvAccounting:
         slot.live, slot.key = True, key
         moves = len(self.granules.plan.moves)
         self._show_match(slot, match)
+        shown = slot.granules
         if slot.left is not None and self.pool.free < self.spec.granules(room) - slot.granules:
             # What was here last is next to go anyhow; gone now, its granules need not be mapped again.
             self.cache.evict_branch(slot.left)
@@ -121,6 +128,7 @@ class KvAccounting:
                 f"slot {slot.number} has no room for {room} tokens, which the KV accounting has promised"
             )
         self._copy_match(slot, match)
+        self._latest = range(shown, slot.needed)
         if ahead and len(self.granules.plan.moves) == moves:
             # What moves write to must be there before them.
             self.granules.put_off(slot)
@@ -135,6 +143,7 @@ class KvAccounting:
         if tokens > self.spec.max_tokens or granules - slot.needed > self.available():
             return False
         self.granules.extend(slot, granules)
+        self._turned = True
         return True
 
     def map_ahead(self, number: int, tokens: int) -> None:
@@ -146,6 +155,7 @@ class KvAccounting:
         half_full = slot.granules == slot.needed and 2 * (room - tokens) <= 3 * size
         if half_full and room <= self.spec.max_tokens and self._sticky and self.pool.free + self.cache.idle:
             self.granules.extend_ahead(slot)
+            self._turned = True
 
     def remember(self, number: int, tokens: Sequence[int], written: int) -> None:
         """Put the full units among a live slot's first `written` tokens into the prompt cache. The next plan's step, or
@@ -192,9 +202,12 @@ class KvAccounting:
         self._news += 1
         self.granules.clear(slot, hide=not self._sticky)
         self.idle_slots[number] = None
+        self._turned = True
 
     def drain_ops(self) -> MemoryPlan:
         """The operations since the last call, for the next step; it must be run and later be `complete`d."""
+        if self._turned and self._sticky and self.idle_slots:
+            self._prepare()
         if self.swap.num_places and self.granules.tight:
             self._spill()
         plan, self.granules.plan = self.granules.plan, MemoryPlan()
@@ -242,11 +255,27 @@ class KvAccounting:
         kept = resident if match.source is None else [*resident, match.source]
         return new + sum([node.count for node in kept if not node.busy]) + headroom <= self.available()
 
+    def _prepare(self) -> None:
+        """Have the slot that is next show granules for a sequence like the last one, so that it need not wait for them.
+        Whole blocks are mapped by one call each, and left to the sequence. So is all where memory is nearly full: the
+        sequence takes over what the slot shows."""
+        self._turned = False
+        own, block = self._latest, self.spec.block_granules
+        if self.pool.free < 2 * len(own):
+            return
+        blocks = len(own) // block * block if block > 1 else 0
+        positions = own[blocks:][:PREPARED_GRANULES]
+        self.granules.prepare(self.granules.slots[self._next_slot()], positions)
+
     def _choose_slot(self, match: Match) -> int:
-        """The idle slot that still shows the cached beginning if there is one. Else the one idle longest, whose own
-        sequence will be evicted first; without a prompt cache the latest, which shows granules that are free."""
+        """The idle slot that still shows the cached beginning if there is one, else the next one."""
         if match.path and match.path[-1].slot in self.idle_slots:
             return match.path[-1].slot
+        return self._next_slot()
+
+    def _next_slot(self) -> int:
+        """The slot idle longest, whose own sequence will be evicted first; without a prompt cache the latest, which
+        shows granules that are free."""
         if self._caching:
             return next(iter(self.idle_slots))
         return next(reversed(self.idle_slots))

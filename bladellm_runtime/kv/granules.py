@@ -1,7 +1,9 @@
 """The pool of physical granules: which are free, handed out one at a time or as whole blocks. Numbers only."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,13 @@ class GranulePool:
             self._whole.move_to_end(block, last=unit.count == 1)
         else:
             self._partial[block] = None
+
+    def spare(self, granules: int) -> Iterator[int]:
+        """The first `granules` free granules, or all, of those for which no whole block need be broken: in each block
+        those last that `take` comes to first."""
+        whole = self._whole if self.block_granules == 1 else reversed(self._whole)
+        free = (granule for block in chain(self._partial, whole) for granule in reversed(self._free[block]))
+        return islice(free, granules)
 
     def check(self) -> None:
         """Raise `RuntimeError` if the books contradict each other. For tests."""

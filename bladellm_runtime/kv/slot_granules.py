@@ -10,6 +10,8 @@ from bladellm_runtime.kv.slot_views import BlockClasses, SlotView
 
 TIGHT_SHARE = 8
 """Memory is tight when less than one granule in so many is free."""
+SPARE_GRANULES = 64
+"""Free granules among which those are found that a slot is prepared with."""
 
 
 @dataclass(slots=True)
@@ -100,16 +102,29 @@ class SlotGranules:
 
     def hold(self, slot: Slot, held: Held, views: "list[Show] | list[Show | Hide]") -> None:
         """Append a unit to what a slot holds, and show it where that is not shown already."""
-        unit, position = held.unit, slot.granules
+        position = slot.granules
         slot.held.append(held)
-        slot.granules += unit.count
-        if not slot.view.show(position, unit):
-            return
-        last = views[-1] if views else None
-        if unit.count == 1 and isinstance(last, Show) and not last.whole and _follows(last, slot.number, position):
-            last.granules.append(unit.first)
-        else:
-            views.append(Show(slot.number, position, unit.granules, unit.count > 1))
+        slot.granules += held.unit.count
+        _show(slot, position, held.unit, views)
+
+    def prepare(self, slot: Slot, positions: range) -> None:
+        """Have an idle slot show free granules at these positions, if it shows something before them: those that it
+        shows already, or others. The next sequence there takes them as they are; nothing is held until then."""
+        end = min(positions.stop, len(slot.view.granules))
+        kept = set(slot.view.granules[positions.start : end])
+        spare = (one for one in self._pool.spare(SPARE_GRANULES) if one not in kept and self._is_single(one))
+        for position in positions if positions.start <= end else ():
+            shown = slot.view.at(position)
+            if shown is not None and self._is_single(shown) and self._pool.is_free(shown):
+                continue
+            granule = next(spare, None)
+            if granule is None:
+                return
+            _show(slot, position, Unit(granule, 1), self.plan.ahead)
+
+    def _is_single(self, granule: int) -> bool:
+        """Whether a granule can be shown by itself as its block is."""
+        return not self._classes.is_whole(granule)
 
     def put_off(self, slot: Slot) -> None:
         """Have a slot's views of the present plan carried out after the plan's own."""
@@ -160,6 +175,17 @@ class SlotGranules:
         if len(others) < len(self.plan.ahead):
             self.plan.ahead = others
             slot.view.cut(slot.needed)
+
+
+def _show(slot: Slot, position: int, unit: Unit, views: "list[Show] | list[Show | Hide]") -> None:
+    """Show a unit where that is not shown already."""
+    if not slot.view.show(position, unit):
+        return
+    last = views[-1] if views else None
+    if unit.count == 1 and isinstance(last, Show) and not last.whole and _follows(last, slot.number, position):
+        last.granules.append(unit.first)
+    else:
+        views.append(Show(slot.number, position, unit.granules, unit.count > 1))
 
 
 def _follows(show: Show, slot: int, position: int) -> bool:

@@ -1,0 +1,117 @@
+"""The slot that is next shows free granules before a sequence needs them, and holds none."""
+
+import random
+
+import pytest
+
+from bladellm_runtime.kv.accounting import PREPARED_GRANULES, Admission, KvAccounting
+from bladellm_runtime.kv.operations import MemoryPlan, Show
+from bladellm_runtime.kv.spec import KvGroup, KvSpec
+
+GRANULE, SLOTS = 8, 6
+LENGTH = 3 * GRANULE
+
+
+def accounting_of(granules: int = 64, block: int = 1, split: int = 0, *, prompt_cache: bool = True) -> KvAccounting:
+    spec = KvSpec((KvGroup((0,), 64),), GRANULE, granules, SLOTS, granules * GRANULE, block, split)
+    return KvAccounting(spec, prompt_cache=prompt_cache)
+
+
+def prompt(length: int = LENGTH) -> list[int]:
+    return [random.randrange(10**6) for _ in range(length)]
+
+
+def enter(accounting: KvAccounting, tokens: list[int]) -> tuple[Admission, MemoryPlan]:
+    """Let a sequence in; it stays. The plan of its step, and how it was let in."""
+    admission = accounting.admit(tokens, len(tokens), 0)
+    accounting.remember(admission.slot, tokens, len(tokens))
+    plan = accounting.drain_ops()
+    accounting.check()
+    return admission, plan
+
+
+def shown(views: list[Show], slot: int) -> list[int]:
+    return [granule for view in views if view.slot == slot for granule in view.granules]
+
+
+@pytest.mark.parametrize("prompt_cache", [True, False])
+@pytest.mark.parametrize(("block", "split"), [(1, 0), (4, 16), (8, 4)])
+def test_only_the_first_sequence_waits_for_its_granules(block, split, prompt_cache):
+    accounting = accounting_of(64, block, split, prompt_cache=prompt_cache)
+    admission, plan = enter(accounting, prompt())
+    assert len(shown(plan.views, admission.slot)) == 3
+    for _ in range(SLOTS - 1):
+        prepared = {view.slot: view.granules for view in plan.ahead}
+        admission, plan = enter(accounting, prompt())
+        assert not shown(plan.views, admission.slot)
+        assert accounting.granules.slots[admission.slot].view.granules == prepared[admission.slot]
+
+
+@pytest.mark.parametrize("prompt_cache", [True, False])
+def test_what_a_slot_is_prepared_with_stays_free(prompt_cache):
+    accounting = accounting_of(9, prompt_cache=prompt_cache)
+    first, _ = enter(accounting, prompt())
+    assert (accounting.used, accounting.pool.free) == (3, 6)
+    # All of it goes to the first sequence; the next slot is prepared with nothing, and no count is wrong.
+    assert accounting.grow(first.slot, 9 * GRANULE)
+    assert accounting.pool.free == 0
+    accounting.drain_ops()
+    accounting.release_slot(first.slot)
+    second, plan = enter(accounting, prompt())
+    assert len(accounting.granules.slots[second.slot].held) == 3
+    assert accounting.granules.slots[second.slot].view.granules[:3] == [
+        held.unit.first for held in accounting.granules.slots[second.slot].held
+    ]
+
+
+def test_growing_sequences_take_other_granules_first_and_what_they_take_is_replaced():
+    accounting = accounting_of(64, 16, split=4)
+    first, plan = enter(accounting, prompt())
+    prepared = {granule for view in plan.ahead for granule in view.granules}
+    assert len(prepared) == 3
+    for granules in range(4, 13):
+        assert accounting.grow(first.slot, granules * GRANULE)
+        accounting.drain_ops()
+        assert prepared.isdisjoint(accounting.granules.slots[first.slot].view.granules), "others are free"
+    assert accounting.grow(first.slot, 16 * GRANULE)
+    accounting.drain_ops()
+    assert prepared <= set(accounting.granules.slots[first.slot].view.granules)
+    second, plan = enter(accounting, prompt())
+    assert not shown(plan.views, second.slot)
+
+
+def test_whole_blocks_are_left_to_the_sequence():
+    accounting = accounting_of(64, 4)
+    _, plan = enter(accounting, prompt(2 * 4 * GRANULE))
+    assert not plan.ahead
+    _, plan = enter(accounting, prompt(6 * GRANULE))
+    assert not plan.ahead, "there is nothing that the last granules of a sequence could follow"
+
+
+def test_a_shared_beginning_stays_in_view():
+    accounting = accounting_of()
+    common = prompt(4 * GRANULE)
+    kept = []
+    for _ in range(2 * SLOTS):
+        tokens = common + prompt(2 * GRANULE)
+        admission, plan = enter(accounting, tokens)
+        kept.append(admission.cached)
+        beginnings = [view for view in plan.ahead if view.position < 4 and admission.cached]
+        assert not beginnings, "the next slot shows what nobody needs where the shared beginning belongs"
+        accounting.complete(len(kept))
+        accounting.release_slot(admission.slot, tokens, len(tokens))
+    assert kept[1:] == [4 * GRANULE] * (len(kept) - 1)
+
+
+def test_nothing_is_prepared_where_views_do_not_last():
+    spec = KvSpec((KvGroup((0,), 64),), GRANULE, 64, SLOTS, 64 * GRANULE)
+    accounting = KvAccounting(spec, shares=False)
+    for _ in range(SLOTS):
+        _, plan = enter(accounting, prompt())
+        assert not plan.ahead
+
+
+def test_a_long_sequence_of_single_granules_prepares_for_a_bounded_one():
+    accounting = accounting_of(6 * PREPARED_GRANULES)
+    _, plan = enter(accounting, prompt(2 * PREPARED_GRANULES * GRANULE))
+    assert 0 < sum(len(view.granules) for view in plan.ahead) <= PREPARED_GRANULES
