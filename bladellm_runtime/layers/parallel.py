@@ -54,6 +54,10 @@ class RowParallelLinear(LinearLayer):
         # The sum comes between this layer and the norm behind it either way: the others decide.
         return True
 
+    @property
+    def fills_sms(self) -> bool:
+        return self.layer.fills_sms
+
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, DelayedNorm]:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from bladellm_kernels.cublaslt import multiply
 from bladellm_kernels.linear_schedules import (
-    MANY_ROWS,
     MAX_ROWS,
     CublasLtSchedule,
     LinearSchedule,
     Schedule,
     ScheduleTable,
+    gate_rows,
     load_table,
 )
 from bladellm_kernels.silu_mul import silu_mul
@@ -140,14 +140,15 @@ def schedule_for(
 
 
 def _by_many_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Write silu(gate) · up to out by the kernel of many rows, where x has them and it can. Whether it did."""
-    if not x.is_cuda or len(x) < MANY_ROWS:
+    """Write silu(gate) · up to out by the kernel of many rows, where that is faster and it can. Whether it did."""
+    if not x.is_cuda or not gate_rows(len(x)):
         return False
-    from bladellm_kernels.many_rows_linear import launch_many_rows, many_rows_fits
+    from bladellm_kernels.many_rows_linear import gate_columns, launch_many_rows, many_rows_fits
 
-    if not many_rows_fits(x, weight, out):
+    columns = gate_columns(len(x), out.shape[1], x.device)
+    if columns is None or not many_rows_fits(x, weight, out):
         return False
-    launch_many_rows(x, weight, out, 2)
+    launch_many_rows(x, weight, out, 2, columns)
     return True
 
 

@@ -20,8 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
 
-GROUPS = gl.constexpr(2)
-"""Of four warps: together with the producer warp three groups, which may have 168 registers a thread."""
 ROWS = gl.constexpr(64)
 """Of a tile that a group multiplies."""
 STORED = gl.constexpr(64)
@@ -29,9 +27,10 @@ STORED = gl.constexpr(64)
 
 
 class ManyRowsTile(NamedTuple):
-    """What the kernel is compiled for. columns: of the product, of both halves where parts is 2; inputs: of a stage;
-    stages: in the ring; band: tiles of rows that are taken together."""
+    """What the kernel is compiled for. groups: of four consumer warps, one or two; columns: of the product, of both
+    halves where parts is 2; inputs: of a stage; stages: in the ring; band: tiles of rows that are taken together."""
 
+    groups: int
     columns: int
     inputs: int
     stages: int
@@ -60,18 +59,27 @@ def many_rows_kernel(
     [TILE.columns / TILE.parts, TILE.inputs]; out [rows, outputs] in tiles of [ROWS, STORED]."""
     let_next_start(EARLY)
     ring = _new_ring(x.dtype, TILE)
-    results = _new_results(x.dtype)
-    wait_for_inputs(EARLY)
+    results = _new_results(x.dtype, TILE)
     sizes = (rows, outputs, inputs)
-    gl.warp_specialize(
-        [
-            (_multiply, (0, ring, results, out, sizes, TILE)),
-            (_multiply, (1, ring, results, out, sizes, TILE)),
-            (_fetch, (ring, x, weight, sizes, TILE)),
-        ],
-        [4, 1],
-        [232, 24],
-    )
+    if TILE.groups == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, ring, results, out, sizes, TILE, EARLY)),
+                (_fetch, (ring, x, weight, sizes, TILE, EARLY)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, ring, results, out, sizes, TILE, EARLY)),
+                (_multiply, (1, ring, results, out, sizes, TILE, EARLY)),
+                (_fetch, (ring, x, weight, sizes, TILE, EARLY)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -80,6 +88,7 @@ def _new_ring(dtype: gl.constexpr, TILE: gl.constexpr) -> gl.tuple:
     STAGES: gl.constexpr = TILE.stages
     INPUTS: gl.constexpr = TILE.inputs
     COLUMNS: gl.constexpr = TILE.columns
+    GROUPS: gl.constexpr = TILE.groups
     X_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, INPUTS], dtype)
     W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, INPUTS], dtype)
     numbers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, ROWS, INPUTS], X_SHARED)
@@ -96,17 +105,17 @@ def _new_ring(dtype: gl.constexpr, TILE: gl.constexpr) -> gl.tuple:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _new_results(dtype: gl.constexpr) -> gl.tensor:
+def _new_results(dtype: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
     """Two blocks of results a group: one is filled while the other is written to memory."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STORED], dtype)
-    return gl.allocate_shared_memory(dtype, [GROUPS * 2, ROWS, STORED], SHARED)
+    return gl.allocate_shared_memory(dtype, [TILE.groups * 2, ROWS, STORED], SHARED)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _tiles(sizes: gl.tuple, TILE: gl.constexpr) -> gl.tuple:
     """How many tiles lie below each other, and side by side."""
     rows, outputs, _ = sizes
-    return gl.cdiv(rows, GROUPS * ROWS), gl.cdiv(outputs, TILE.columns // TILE.parts)
+    return gl.cdiv(rows, TILE.groups * ROWS), gl.cdiv(outputs, TILE.columns // TILE.parts)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -117,36 +126,80 @@ def _place(tile: gl.tensor, sizes: gl.tuple, TILE: gl.constexpr) -> gl.tuple:
     height = gl.minimum(tall - band * TILE.band, TILE.band)
     inside = tile - band * TILE.band * wide
     row, output = band * TILE.band + inside % height, inside // height
-    return row * (GROUPS * ROWS), output * (TILE.columns // TILE.parts)
+    return row * (TILE.groups * ROWS), output * (TILE.columns // TILE.parts)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _fetch(
-    ring: gl.tuple, x: tma.tensor_descriptor, weight: tma.tensor_descriptor, sizes: gl.tuple, TILE: gl.constexpr
+    ring: gl.tuple,
+    x: tma.tensor_descriptor,
+    weight: tma.tensor_descriptor,
+    sizes: gl.tuple,
+    TILE: gl.constexpr,
+    EARLY: gl.constexpr,
 ) -> None:
-    """The warp that fills the ring, as soon as both groups have read a stage."""
-    numbers, weights, full, empty = ring
-    STAGES: gl.constexpr = TILE.stages
-    PARTS: gl.constexpr = TILE.parts
-    OUTPUTS: gl.constexpr = TILE.columns // TILE.parts
-    BYTES: gl.constexpr = 2 * TILE.inputs * (GROUPS * ROWS + TILE.columns)
-    _, outputs, inputs = sizes
+    """The warp that fills the ring, as soon as all groups have read a stage; with what the first stages have of the
+    weight before the inputs are ready."""
     tall, wide = _tiles(sizes, TILE)
-    step = 0
+    length = gl.cdiv(sizes[2], TILE.inputs)
+    row, output = _place(gl.program_id(0), sizes, TILE)
+    ahead = gl.where(gl.program_id(0) < tall * wide, gl.minimum(length, TILE.stages), 0)
+    for step in range(ahead):
+        _fetch_weight(ring, weight, step, output, step, sizes, TILE)
+    wait_for_inputs(EARLY)
+    for step in range(ahead):
+        _fetch_x(ring, x, step, row, step, TILE)
+    step = ahead
     for tile in range(gl.program_id(0), tall * wide, gl.num_programs(0)):
         row, output = _place(tile, sizes, TILE)
-        for column in range(0, inputs, TILE.inputs):
-            stage = step % STAGES
+        for each in range(gl.where(tile == gl.program_id(0), ahead, 0), length):
             # The first turn of the ring waits for the phase before the first one, which has ended.
-            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            for part in gl.static_range(PARTS):
-                buffer = weights.index(stage).slice(part * OUTPUTS, OUTPUTS)
-                tma.async_copy_global_to_shared(weight, [output + part * outputs, column], full.index(stage), buffer)
-            for group in gl.static_range(GROUPS):
-                buffer = numbers.index(stage * GROUPS + group)
-                tma.async_copy_global_to_shared(x, [row + group * ROWS, column], full.index(stage), buffer)
+            mbarrier.wait(ring[3].index(step % TILE.stages), (step // TILE.stages + 1) & 1)
+            _fetch_weight(ring, weight, step, output, each, sizes, TILE)
+            _fetch_x(ring, x, step, row, each, TILE)
             step += 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_weight(
+    ring: gl.tuple,
+    weight: tma.tensor_descriptor,
+    step: gl.tensor,
+    output: gl.tensor,
+    each: gl.tensor,
+    sizes: gl.tuple,
+    TILE: gl.constexpr,
+) -> None:
+    """Start to copy what the program's `step`-th stage has of the weight: its tiles from `output` on, the `each`-th
+    along the inputs."""
+    _, weights, full, _ = ring
+    PARTS: gl.constexpr = TILE.parts
+    OUTPUTS: gl.constexpr = TILE.columns // TILE.parts
+    BYTES: gl.constexpr = 2 * TILE.inputs * (TILE.groups * ROWS + TILE.columns)
+    stage = step % TILE.stages
+    mbarrier.expect(full.index(stage), BYTES)
+    for part in gl.static_range(PARTS):
+        buffer = weights.index(stage).slice(part * OUTPUTS, OUTPUTS)
+        place = [output + part * sizes[1], each * TILE.inputs]
+        tma.async_copy_global_to_shared(weight, place, full.index(stage), buffer)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_x(
+    ring: gl.tuple,
+    x: tma.tensor_descriptor,
+    step: gl.tensor,
+    row: gl.tensor,
+    each: gl.tensor,
+    TILE: gl.constexpr,
+) -> None:
+    """The same of x, from `row` on."""
+    numbers, _, full, _ = ring
+    GROUPS: gl.constexpr = TILE.groups
+    stage = step % TILE.stages
+    for group in gl.static_range(GROUPS):
+        buffer = numbers.index(stage * GROUPS + group)
+        tma.async_copy_global_to_shared(x, [row + group * ROWS, each * TILE.inputs], full.index(stage), buffer)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -157,10 +210,13 @@ def _multiply(
     out: tma.tensor_descriptor,
     sizes: gl.tuple,
     TILE: gl.constexpr,
+    EARLY: gl.constexpr,
 ) -> None:
     """A group's rows of all tiles. One product is under way while the stage of the one before is given back."""
+    wait_for_inputs(EARLY)
     numbers, weights, full, empty = ring
     STAGES: gl.constexpr = TILE.stages
+    GROUPS: gl.constexpr = TILE.groups
     COLUMNS: gl.constexpr = TILE.columns
     length = gl.cdiv(sizes[2], TILE.inputs)
     tall, wide = _tiles(sizes, TILE)
@@ -215,23 +271,32 @@ def _store_columns(
     row: gl.tensor,
     output: gl.tensor,
 ) -> None:
-    """Values [ROWS, 2 · STORED] or twice as many columns."""
+    """Values [ROWS, STORED], or twice or four times as many columns."""
     COLUMNS: gl.constexpr = values.shape[1]
-    left, right = _halves(values)
-    if COLUMNS > 2 * STORED:
-        _store_columns(left, results, group, out, row, output)
-        _store_columns(right, results, group, out, row, output + COLUMNS // 2)
+    if COLUMNS == STORED:
+        _store_block(values, results.index(group * 2), out, row, output, 0)
     else:
-        _store_block(left, results.index(group * 2), out, row, output)
-        _store_block(right, results.index(group * 2 + 1), out, row, output + STORED)
+        left, right = _halves(values)
+        if COLUMNS > 2 * STORED:
+            _store_columns(left, results, group, out, row, output)
+            _store_columns(right, results, group, out, row, output + COLUMNS // 2)
+        else:
+            _store_block(left, results.index(group * 2), out, row, output, 1)
+            _store_block(right, results.index(group * 2 + 1), out, row, output + STORED, 1)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _store_block(
-    values: gl.tensor, block: gl.tensor, out: tma.tensor_descriptor, row: gl.tensor, output: gl.tensor
+    values: gl.tensor,
+    block: gl.tensor,
+    out: tma.tensor_descriptor,
+    row: gl.tensor,
+    output: gl.tensor,
+    UNDER_WAY: gl.constexpr,
 ) -> None:
-    """Through a block whose last copy but one is at most under way: the group's other block had the last one."""
-    tma.store_wait(1)
+    """Through a block that no copy reads any more once only so many of the group's last ones are under way: one where
+    blocks take turns."""
+    tma.store_wait(UNDER_WAY)
     gl.thread_barrier()
     block.store(values.to(out.dtype))
     fence_async_shared()

@@ -2,12 +2,13 @@
 
 import random
 import re
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
-from bladellm_kernels.linear_schedules import MANY_ROWS
+from bladellm_kernels.linear_schedules import GATE_ROWS, MANY_ROWS
 from bladellm_kernels.silu_mul import silu_mul_reference
 
 from tests.kernels.conditions import assert_close
@@ -48,8 +49,8 @@ def test_stages_and_blocks_are_filled_read_and_written_in_order(parts, late_copi
     from tests.kernels.gluon_support import run_program
 
     cases = [(1, 3, 1, (300, 200, 100)), (3, 2, 2, (400, 520, 64)), (2, 4, 16, (129, 136, 24)), (5, 3, 3, (70, 72, 56))]
-    for programs, stages, band, (rows, outputs, inputs) in cases:
-        tile = ManyRowsTile(256, 16, stages, parts, band)
+    for (programs, stages, band, (rows, outputs, inputs)), groups, columns in product(cases, (1, 2), (128, 256)):
+        tile = ManyRowsTile(groups, columns, 16, stages, parts, band)
         x, weight, out = problem(rows, outputs, inputs, parts)
         kept = x.clone()
         for program in random.sample(range(programs), programs):
@@ -62,21 +63,38 @@ def test_stages_and_blocks_are_filled_read_and_written_in_order(parts, late_copi
         assert_right(x, weight, out, parts)
 
 
+@pytest.mark.parametrize(("rows", "groups"), [(8192, 2), (64, 1)])
+@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_compiled_for_a_hopper(parts, monkeypatch):
+def test_compiled_for_a_hopper(parts, columns, rows, groups, monkeypatch):
     """Products follow each other without registers in memory, one under way at every wait for a stage."""
     from bladellm_kernels import many_rows_linear as module
 
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     with compiled_launches() as compiled:
-        module.launch_many_rows(*problem(8192, 14336 // parts, 4096, parts), parts)
+        module.launch_many_rows(*problem(rows, 14336 // parts, 4096, parts), parts, columns)
     kernel = compiled["many_rows_kernel"]
     text = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED
     assert spilled(text) == 0
-    assert text.count("griddepcontrol.wait") == 1
-    assert len(re.findall(r"wgmma\.mma_async\S+m64n256k16", text)) == 2 * module.INPUTS // 16
-    assert text.count("wgmma.wait_group.sync.aligned 1") == 2
+    assert text.count("griddepcontrol.wait") > groups
+    assert len(re.findall(rf"wgmma\.mma_async\S+m64n{columns}k16", text)) == groups * module.INPUTS // 16
+    assert text.count("wgmma.wait_group.sync.aligned 1") == groups
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"),
+    [
+        (64, 14336, 256), (64, 13824, 256), (128, 7168, 128), (32, 6912, 128), (64, 18944, None), (64, 4096, None),
+        (MANY_ROWS, 18944, 256), (8192, 4096, 256),
+    ],
+)  # fmt: skip
+def test_tiles_of_few_rows_fill_the_multiprocessors_once(rows, outputs, columns, monkeypatch):
+    """Or cuBLAS has the layer: its tiles would leave many without work, or come in two waves."""
+    from bladellm_kernels import many_rows_linear
+
+    monkeypatch.setattr(many_rows_linear, "multiprocessors", lambda device: 132)
+    assert many_rows_linear.gate_columns(rows, outputs, torch.device("cpu")) == columns
 
 
 class OnHopper(torch.Tensor):
@@ -105,12 +123,13 @@ def test_the_gate_of_many_rows_takes_the_kernel(case, taken, monkeypatch):
 
     launched = []
 
-    def launch(x, weight, out, parts):
+    def launch(x, weight, out, parts, columns):
         launched.append(parts)
         out.copy_(linear_silu_mul_reference(x, weight))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 if "another" in case else 9, 0))
     monkeypatch.setattr(many_rows_linear, "launch_many_rows", launch)
+    monkeypatch.setattr(many_rows_linear, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(linear, "silu_mul", lambda y, out: out.copy_(silu_mul_reference(y)))
     dtype = getattr(torch, case, torch.bfloat16)
     outputs = 12 if "outputs" in case else 16
@@ -132,11 +151,16 @@ def test_the_gate_of_many_rows_on_a_gpu(monkeypatch):
     from bladellm_kernels import many_rows_linear
     from bladellm_kernels.linear import linear_silu_mul
 
-    for rows in (MANY_ROWS - 1, MANY_ROWS, 2 * MANY_ROWS + 77):
-        x, weight, _ = problem(rows, 1416, 520, 2, "cuda")
+    cases = {
+        (MANY_ROWS - 1, 1416): False, (MANY_ROWS, 1416): True, (2 * MANY_ROWS + 77, 1416): True,
+        (GATE_ROWS[0], 14336): True, (65, 14336): True, (GATE_ROWS[-1], 7168): True, (40, 7168): True, (57, 6928): True,
+        (GATE_ROWS[0] - 1, 14336): False, (GATE_ROWS[-1] + 1, 14336): False, (64, 1416): False,
+    }  # fmt: skip
+    for (rows, outputs), taken in cases.items():
+        x, weight, _ = problem(rows, outputs, 520, 2, "cuda")
         with mock.patch.object(many_rows_linear, "launch_many_rows", wraps=many_rows_linear.launch_many_rows) as launch:
             found = linear_silu_mul(x, weight)
-        assert launch.call_count == (rows >= MANY_ROWS)
+        assert launch.call_count == taken
         assert_close(found, linear_silu_mul_reference(x, weight).float(), torch.bfloat16)
 
 
@@ -160,14 +184,19 @@ def test_replays_read_what_is_there_then():
 
 @ON_HOPPER
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(8192, 14336, 4096), (1000, 6144, 4096), (257, 1000, 136), (5, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(8192, 14336, 4096), (1000, 6144, 4096), (257, 1000, 136), (128, 14336, 4096), (33, 7168, 4096), (5, 8, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_on_a_gpu(sizes, parts):
+def test_on_a_gpu(sizes, columns, parts):
     from bladellm_kernels.many_rows_linear import launch_many_rows
 
     x, weight, out = problem(*sizes, parts, "cuda")
-    launch_many_rows(x, weight, out, parts)
+    launch_many_rows(x, weight, out, parts, columns)
     assert_right(x, weight, out, parts)
     first = out.clone()
-    launch_many_rows(x, weight, out.fill_(torch.nan), parts)
+    launch_many_rows(x, weight, out.fill_(torch.nan), parts, columns)
     assert torch.equal(first, out)

@@ -57,11 +57,10 @@ def test_what_a_slot_is_prepared_with_stays_free(prompt_cache):
     assert accounting.pool.free == 0
     accounting.drain_ops()
     accounting.release_slot(first.slot)
-    second, plan = enter(accounting, prompt())
-    assert len(accounting.granules.slots[second.slot].held) == 3
-    assert accounting.granules.slots[second.slot].view.granules[:3] == [
-        held.unit.first for held in accounting.granules.slots[second.slot].held
-    ]
+    second, _ = enter(accounting, prompt())
+    slot = accounting.granules.slots[second.slot]
+    assert slot.view.granules[:3] == [held.unit.first for held in slot.held]
+    assert len(slot.held) == 3
 
 
 def test_growing_sequences_take_other_granules_first_and_what_they_take_is_replaced():
