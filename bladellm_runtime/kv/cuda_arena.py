@@ -3,6 +3,7 @@
 import logging
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -78,7 +79,7 @@ class CudaArena(GranuleArena):
         blocks = {granule // self.spec.block_granules for granule in (*_read(plan), *_written(plan))}
         if self._pending:
             entered = self._pending[:before] if rows is None else self._entered(rows)
-            moved = [view for view in self._pending if view.block in blocks and view not in entered]
+            moved = [view for view in self._pending if view.block in blocks and view not in entered] if blocks else []
             self._needed = entered + moved
             self._mapper.urge([view.job for view in self._needed])
         self._table.upload()
@@ -135,15 +136,19 @@ class CudaArena(GranuleArena):
 
     def _forget(self, plan: MemoryPlan) -> None:
         """Drop what is done, and what a plan replaces: it comes after that, and whether that fails does not matter."""
-        views = (*plan.views, *plan.ahead)
-        left = [view for view in self._pending if not view.job.succeeded]
-        self._pending = [view for view in left if not any(_replaces(new, view) for new in views)]
+        self._pending = [view for view in self._pending if not view.job.succeeded]
+        views: defaultdict[int, list[Show | Hide]] = defaultdict(list)
+        for new in (*plan.views, *plan.ahead):
+            views[new.slot].append(new)
+        if views:
+            left = [view for view in self._pending if not any(_replaces(new, view) for new in views.get(view.slot, ()))]
+            self._pending = left
         self._conversions = {block: job for block, job in self._conversions.items() if not job.succeeded}
 
     def _entered(self, rows: Rows) -> list[Pending]:
         """Pending views of positions that a step's rows read or write."""
-        granules = rows.granules(self.spec.granule_tokens)
-        return [view for view in self._pending if view.start < granules.get(view.slot, 0)]
+        granules = rows.granules(self.spec.granule_tokens, self.spec.num_slots)
+        return [view for view in self._pending if view.start < granules[view.slot]]
 
     def _give_up(self, failed: Sequence[Pending]) -> None:
         """Leave slots with what they show before the views that failed, and raise."""
@@ -178,8 +183,8 @@ class CudaArena(GranuleArena):
 def _replaces(new: Show | Hide, old: Pending) -> bool:
     """Whether nothing of an older view of the same slot is left where it begins."""
     if isinstance(new, Hide):
-        return new.slot == old.slot and new.keep <= old.start
-    return new.slot == old.slot and new.position <= old.start < new.position + len(new.granules)
+        return new.keep <= old.start
+    return new.position <= old.start < new.position + len(new.granules)
 
 
 def _read(plan: MemoryPlan) -> list[int]:

@@ -62,10 +62,12 @@ class Rows(NamedTuple):
     starts: Ints
     query_lens: Ints
 
-    def granules(self, granule_tokens: int) -> dict[int, int]:
-        """How many of its first granules the step enters, for each slot."""
-        ends = -(-(self.starts + self.query_lens) // granule_tokens)
-        return dict(zip(self.slots.tolist(), ends.tolist(), strict=True))
+    def granules(self, granule_tokens: int, num_slots: int) -> list[int]:
+        """How many of its first granules the step enters, by slot."""
+        entered = np.zeros(num_slots, np.int64)
+        entered[self.slots] = -(-(self.starts + self.query_lens) // granule_tokens)
+        found: list[int] = entered.tolist()
+        return found
 
 
 @dataclass(slots=True)

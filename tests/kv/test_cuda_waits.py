@@ -70,7 +70,8 @@ def arena(cuda):
 def step(arena, views=(), rows=(), moves=(), ahead=()):
     """Submit a step with rows (slot, first position, tokens); `wait` is the caller's matter."""
     slots, starts, lengths = zip(*rows, strict=True) if rows else ((), (), ())
-    arena.submit(MemoryPlan(list(views), list(moves), list(ahead)), Rows(*map(np.array, (slots, starts, lengths))))
+    numbers = (np.array(each, np.int64) for each in (slots, starts, lengths))
+    arena.submit(MemoryPlan(list(views), list(moves), list(ahead)), Rows(*numbers))
 
 
 def in_thread(call):
