@@ -71,6 +71,9 @@ def test_a_rank_fuses_where_its_column_parallel_layers_do(tmp_path):
     half = RowParallelLinear(Linear(torch.zeros(8, 8, dtype=torch.float16)), mock.Mock())
     assert half.fuses(2)
     assert not Linear(torch.zeros(8, 8, dtype=torch.float16)).fuses(2)
+    # Which attention's programs had better have left is up to the layer, whatever sums it up over the ranks.
+    assert half.fills_sms
+    assert not RowParallelLinear(mock.Mock(fills_sms=False), mock.Mock()).fills_sms
 
 
 def test_captured_steps(tmp_path):
