@@ -86,8 +86,8 @@ class GranulePool:
             self._partial[block] = None
 
     def spare(self, granules: int) -> Iterator[int]:
-        """The first `granules` free granules, or all, of those for which no whole block need be broken: in each block
-        those last that `take` comes to first."""
+        """So many free granules, or all: of blocks that are in use already first, and in each block those first that
+        `take` comes to last."""
         whole = self._whole if self.block_granules == 1 else reversed(self._whole)
         free = (granule for block in chain(self._partial, whole) for granule in reversed(self._free[block]))
         return islice(free, granules)
