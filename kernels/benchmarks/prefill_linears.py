@@ -7,9 +7,8 @@
 Long matrix products run at the clock that the power limit leaves, which depends on the numbers multiplied: weights and
 x are random, and every way is repeated for `--ms` milliseconds; the mean of the second half counts. `MHz, W` is what
 nvidia-smi saw meanwhile. `linear`: F.linear; `lt`: by cuBLASLt; `halves`: two halves of the rows one after the other;
-`addmm`: the residual as cuBLAS's C, in place; `own`: `many_rows_linear`; `divided`: with its tiles divided among all
-multiprocessors. Of gate-up SiLU · mul is part of the time, but not of `product`, F.linear alone; `silu-mul` is the
-kernel behind it alone.
+`addmm`: the residual as cuBLAS's C, in place; `own`: `many_rows_linear`. Of gate-up SiLU · mul is part of the time, but
+not of `product`, F.linear alone; `silu-mul` is the kernel behind it alone.
 
 A step is all layers' norms, activations and linear layers in their order, without attention, by one of `STEPS`.
 """
@@ -77,14 +76,9 @@ def by_own(problem: Problem, weight: Tensor) -> Tensor:
     return problem.out
 
 
-def by_divided(problem: Problem, weight: Tensor) -> Tensor:
-    launch_many_rows(problem.x, weight, problem.out, 1 + problem.gated, divided=True)
-    return problem.out
-
-
 WAYS: dict[str, Callable[[Problem, Tensor], Tensor]] = {
     "linear": by_linear, "lt": by_linear, "halves": by_halves, "addmm": by_addmm, "own": by_own,
-    "divided": by_divided, "product": by_product, "silu-mul": by_silu_mul,
+    "product": by_product, "silu-mul": by_silu_mul,
 }  # fmt: skip
 GATED_ALONE, OTHERS_ALONE = ("product", "silu-mul"), ("addmm",)
 """Ways of the gate-up projection alone, and of the other layers alone."""

@@ -100,7 +100,7 @@ def launch(call: LinearCall, schedule: Schedule) -> None:
         launch_gemv(call, schedule)
         return
     programs = multiprocessors(call.x.device) * schedule.programs or triton.cdiv(call.outputs, schedule.block_n)
-    workspace = shared_workspace(call.x.device, *workspace_sizes(call, schedule, programs))
+    workspace = _workspace(call.x.device, *workspace_sizes(call, schedule, programs))
     if isinstance(schedule, DotSchedule):
         launch_dot(call, schedule, programs, workspace)
     elif takes(call.x, call.weight):
@@ -214,9 +214,7 @@ def new_workspace(device: torch.device, partial: int, counters: int) -> LinearWo
     )
 
 
-def shared_workspace(device: torch.device, partial: int, counters: int) -> LinearWorkspace:
-    """Of so many numbers at least, for the calls on the current stream. Raises RuntimeError where it would have to be
-    allocated while a graph is captured."""
+def _workspace(device: torch.device, partial: int, counters: int) -> LinearWorkspace:
     held = _workspaces.setdefault((device, torch.cuda.current_stream(device).cuda_stream), [])
     if held and held[-1].holds(partial, counters):
         return held[-1]

@@ -3,8 +3,10 @@
 Every multiprocessor runs one program, which takes tile after tile: a producer warp brings tiles of x and of the weight
 into a ring by the copy engine (TMA), and two groups of four consumer warps multiply 64 rows each by all of a tile's
 columns. While they write a tile's results, the ring fills for the next one. Of a gate-up projection a tile has the same
-outputs of both halves.
+outputs of both halves. Tiles are taken in bands of rows, whose x stays in the L2 cache while the weight passes.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,10 +19,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from bladellm_kernels.early_launch import let_next_start, wait_for_inputs
-from bladellm_kernels.many_rows_pieces_hopper import ROWS, Meeting, corner, join_pieces, piece, pieces, sums_layout
 
+ROWS = gl.constexpr(64)
+"""Of a tile that a group multiplies."""
 STORED = gl.constexpr(64)
 """Columns of results that are written at once: 128 bytes."""
+
+
+class ManyRowsTile(NamedTuple):
+    """What the kernel is compiled for. groups: of four consumer warps, one or two; columns: of the product, of both
+    halves where parts is 2; inputs: of a stage; stages: in the ring; band: tiles of rows that are taken together."""
+
+    groups: int
+    columns: int
+    inputs: int
+    stages: int
+    parts: int
+    band: int
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def sums_layout(tile: ManyRowsTile) -> gl.NVMMADistributedLayout:
+    """Of a group's product, [ROWS, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile.columns, 16])
 
 
 @gluon.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -28,8 +49,6 @@ def many_rows_kernel(
     x: tma.tensor_descriptor,
     weight: tma.tensor_descriptor,
     out: tma.tensor_descriptor,
-    partial: gl.tensor | None,
-    counters: gl.tensor | None,
     rows: gl.tensor,
     outputs: gl.tensor,
     inputs: gl.tensor,
@@ -37,17 +56,15 @@ def many_rows_kernel(
     EARLY: gl.constexpr,
 ) -> None:
     """x [rows, inputs] in tiles of [ROWS, TILE.inputs]; weight [TILE.parts · outputs, inputs] in tiles of
-    [TILE.columns / TILE.parts, TILE.inputs]; out [rows, outputs] in tiles of [ROWS, STORED]. partial, counters: of a
-    `Meeting`, None where tiles are not divided."""
+    [TILE.columns / TILE.parts, TILE.inputs]; out [rows, outputs] in tiles of [ROWS, STORED]."""
     let_next_start(EARLY)
     ring = _new_ring(x.dtype, TILE)
     results = _new_results(x.dtype, TILE)
     sizes = (rows, outputs, inputs)
-    meeting = Meeting(partial, counters)
     if TILE.groups == 1:
         gl.warp_specialize(
             [
-                (_multiply, (0, ring, results, out, meeting, sizes, TILE, EARLY)),
+                (_multiply, (0, ring, results, out, sizes, TILE, EARLY)),
                 (_fetch, (ring, x, weight, sizes, TILE, EARLY)),
             ],
             [1],
@@ -56,8 +73,8 @@ def many_rows_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, ring, results, out, meeting, sizes, TILE, EARLY)),
-                (_multiply, (1, ring, results, out, meeting, sizes, TILE, EARLY)),
+                (_multiply, (0, ring, results, out, sizes, TILE, EARLY)),
+                (_multiply, (1, ring, results, out, sizes, TILE, EARLY)),
                 (_fetch, (ring, x, weight, sizes, TILE, EARLY)),
             ],
             [4, 1],
@@ -95,6 +112,24 @@ def _new_results(dtype: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _tiles(sizes: gl.tuple, TILE: gl.constexpr) -> gl.tuple:
+    """How many tiles lie below each other, and side by side."""
+    rows, outputs, _ = sizes
+    return gl.cdiv(rows, TILE.groups * ROWS), gl.cdiv(outputs, TILE.columns // TILE.parts)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _place(tile: gl.tensor, sizes: gl.tuple, TILE: gl.constexpr) -> gl.tuple:
+    """First row and first output of a tile: down a band, then to the right, then the next band."""
+    tall, wide = _tiles(sizes, TILE)
+    band = tile // (TILE.band * wide)
+    height = gl.minimum(tall - band * TILE.band, TILE.band)
+    inside = tile - band * TILE.band * wide
+    row, output = band * TILE.band + inside % height, inside // height
+    return row * (TILE.groups * ROWS), output * (TILE.columns // TILE.parts)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _fetch(
     ring: gl.tuple,
     x: tma.tensor_descriptor,
@@ -105,20 +140,19 @@ def _fetch(
 ) -> None:
     """The warp that fills the ring, as soon as all groups have read a stage; with what the first stages have of the
     weight before the inputs are ready."""
-    work = pieces(sizes, TILE)
-    tile, first, stop = piece(0, work, TILE)
-    row, output = corner(tile, sizes, TILE)
-    ahead = gl.where(work.count > 0, gl.minimum(stop - first, TILE.stages), 0)
+    tall, wide = _tiles(sizes, TILE)
+    length = gl.cdiv(sizes[2], TILE.inputs)
+    row, output = _place(gl.program_id(0), sizes, TILE)
+    ahead = gl.where(gl.program_id(0) < tall * wide, gl.minimum(length, TILE.stages), 0)
     for step in range(ahead):
-        _fetch_weight(ring, weight, step, output, first + step, sizes, TILE)
+        _fetch_weight(ring, weight, step, output, step, sizes, TILE)
     wait_for_inputs(EARLY)
     for step in range(ahead):
-        _fetch_x(ring, x, step, row, first + step, TILE)
+        _fetch_x(ring, x, step, row, step, TILE)
     step = ahead
-    for index in range(work.count):
-        tile, first, stop = piece(index, work, TILE)
-        row, output = corner(tile, sizes, TILE)
-        for each in range(gl.where(index == 0, first + ahead, first), stop):
+    for tile in range(gl.program_id(0), tall * wide, gl.num_programs(0)):
+        row, output = _place(tile, sizes, TILE)
+        for each in range(gl.where(tile == gl.program_id(0), ahead, 0), length):
             # The first turn of the ring waits for the phase before the first one, which has ended.
             mbarrier.wait(ring[3].index(step % TILE.stages), (step // TILE.stages + 1) & 1)
             _fetch_weight(ring, weight, step, output, each, sizes, TILE)
@@ -174,7 +208,6 @@ def _multiply(
     ring: gl.tuple,
     results: gl.tensor,
     out: tma.tensor_descriptor,
-    meeting: gl.tuple,
     sizes: gl.tuple,
     TILE: gl.constexpr,
     EARLY: gl.constexpr,
@@ -185,28 +218,23 @@ def _multiply(
     STAGES: gl.constexpr = TILE.stages
     GROUPS: gl.constexpr = TILE.groups
     COLUMNS: gl.constexpr = TILE.columns
-    work = pieces(sizes, TILE)
+    length = gl.cdiv(sizes[2], TILE.inputs)
+    tall, wide = _tiles(sizes, TILE)
     step = 0
-    for index in range(work.count):
-        tile, first, stop = piece(index, work, TILE)
-        row, output = corner(tile, sizes, TILE)
+    for tile in range(gl.program_id(0), tall * wide, gl.num_programs(0)):
+        row, output = _place(tile, sizes, TILE)
         sums = gl.zeros((ROWS, COLUMNS), gl.float32, sums_layout(TILE))
-        for each in range(first, stop):
+        for each in range(length):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             turned = weights.index(stage).permute((1, 0))
             sums = warpgroup_mma(numbers.index(stage * GROUPS + group), turned, sums, is_async=True)
             sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=each > first)
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=each > 0)
             step += 1
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        if TILE.divided:
-            sums, whole = join_pieces(sums, meeting, group, first, stop, work.length, TILE)
-            if whole:
-                _finish(sums, results, group, out, row + group * ROWS, output, TILE)
-        else:
-            _finish(sums, results, group, out, row + group * ROWS, output, TILE)
+        _finish(sums, results, group, out, row + group * ROWS, output, TILE)
     tma.store_wait(0)
 
 

@@ -4,10 +4,8 @@ import torch
 
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.linear_hopper import described, fits, takes
-from bladellm_kernels.linear_launch import shared_workspace
 from bladellm_kernels.linear_schedules import MANY_ROWS
-from bladellm_kernels.many_rows_hopper import STORED, many_rows_kernel
-from bladellm_kernels.many_rows_pieces_hopper import ROWS, ManyRowsTile
+from bladellm_kernels.many_rows_hopper import ROWS, STORED, ManyRowsTile, many_rows_kernel
 from bladellm_kernels.multiprocessors import multiprocessors
 
 COLUMNS, INPUTS = 256, 64
@@ -35,33 +33,22 @@ def gate_columns(rows: int, outputs: int, device: torch.device) -> int | None:
 
 
 def launch_many_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    parts: int,
-    columns: int = COLUMNS,
-    band: int = BAND,
-    divided: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, parts: int, columns: int = COLUMNS, band: int = BAND
 ) -> None:
     """`out = x · weightᵀ`, or with parts = 2 silu(gate) · up of its two halves, summed in float32.
 
     x: [M, K]; weight: [parts · N, K]; out: [M, N]; half precision, of one type, `many_rows_fits`. columns: of a tile,
-    of both halves; band: tiles of rows that are taken together; divided: tiles are, among all multiprocessors, where
-    they do not come in whole waves. Raises as `linear_launch.shared_workspace` then.
+    of both halves; band: tiles of rows that are taken together.
     """
     rows, outputs = out.shape
     groups = 1 if rows <= ROWS.value else 2
     stages = RING_BYTES // (2 * INPUTS * (groups * ROWS.value + columns))
+    tile = ManyRowsTile(groups, columns, INPUTS, stages, parts, band)
     tiles = -(-rows // (groups * ROWS.value)) * -(-outputs // (columns // parts))
-    programs = min(multiprocessors(x.device), tiles)
-    tile = ManyRowsTile(groups, columns, INPUTS, stages, parts, band, divided and tiles % programs > 0)
-    partial, counters = _meeting(x.device, programs, tile) if tile.divided else (None, None)
-    many_rows_kernel[(programs,)](
+    many_rows_kernel[(min(multiprocessors(x.device), tiles),)](
         described(x, ROWS.value, INPUTS),
         described(weight, columns // parts, INPUTS),
         described(out, ROWS.value, STORED.value),
-        partial,
-        counters,
         rows,
         outputs,
         x.shape[1],
@@ -69,10 +56,3 @@ def launch_many_rows(
         num_warps=4,
         **early_launch(x.device),
     )
-
-
-def _meeting(device: torch.device, programs: int, tile: ManyRowsTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the pieces of divided tiles, see `Meeting`."""
-    pieces = programs * tile.groups
-    workspace = shared_workspace(device, 2 * pieces * ROWS.value * tile.columns, pieces)
-    return workspace.partial, workspace.counters

@@ -38,71 +38,41 @@ def assert_right(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, parts
     assert out._base[:, out.shape[1] :].isnan().all()
 
 
-def in_python(tile, programs: int, sizes: tuple[int, int, int], late_copies: bool) -> None:
-    """Programs in random order; x is NaN until one waits for it."""
-    from bladellm_kernels import many_rows_hopper as module
-
-    from tests.kernels.gluon_copy_engine import Described
-    from tests.kernels.gluon_support import run_program
-
-    rows, outputs, inputs = sizes
-    x, weight, out = problem(*sizes, tile.parts)
-    kept = x.clone()
-    partial = torch.full((programs * 2 * tile.groups * 64 * tile.columns,), torch.nan)
-    counters = torch.zeros(programs * tile.groups, dtype=torch.int32)
-    for program in random.sample(range(programs), programs):
-        x.fill_(torch.nan)
-        run_program(
-            module.many_rows_kernel, program, late_copies, Described(x), Described(weight), Described(out),
-            partial, counters, rows, outputs, inputs, programs=programs,
-            on_wait=lambda x=x, kept=kept: x.copy_(kept), TILE=tile, EARLY=True,
-        )  # fmt: skip
-    assert_right(x, weight, out, tile.parts)
-    assert not counters.any()
-
-
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_stages_and_blocks_are_filled_read_and_written_in_order(parts, late_copies):
     """Programs with several tiles, rings longer and shorter than a tile's stages, partial tiles at every side."""
-    from bladellm_kernels.many_rows_pieces_hopper import ManyRowsTile
+    from bladellm_kernels import many_rows_hopper as module
+    from bladellm_kernels.many_rows_hopper import ManyRowsTile
+
+    from tests.kernels.gluon_copy_engine import Described
+    from tests.kernels.gluon_support import run_program
 
     cases = [(1, 3, 1, (300, 200, 100)), (3, 2, 2, (400, 520, 64)), (2, 4, 16, (129, 136, 24)), (5, 3, 3, (70, 72, 56))]
-    for (programs, stages, band, sizes), groups in product(cases, (1, 2)):
-        columns = random.choice([128, 256])
-        in_python(ManyRowsTile(groups, columns, 16, stages, parts, band), programs, sizes, late_copies)
+    for (programs, stages, band, (rows, outputs, inputs)), groups, columns in product(cases, (1, 2), (128, 256)):
+        tile = ManyRowsTile(groups, columns, 16, stages, parts, band)
+        x, weight, out = problem(rows, outputs, inputs, parts)
+        kept = x.clone()
+        for program in random.sample(range(programs), programs):
+            x.fill_(torch.nan)
+            run_program(
+                module.many_rows_kernel, program, late_copies, Described(x), Described(weight), Described(out),
+                rows, outputs, inputs, programs=programs, on_wait=lambda x=x, kept=kept: x.copy_(kept),
+                TILE=tile, EARLY=True,
+            )  # fmt: skip
+        assert_right(x, weight, out, parts)
 
 
-@pytest.mark.parametrize("late_copies", [False, True])
+@pytest.mark.parametrize(("rows", "groups"), [(8192, 2), (64, 1)])
+@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_divided_tiles_meet_whoever_comes_last(parts, late_copies):
-    """Programs whose pieces begin and end within tiles and between them; as many as there are tiles at most."""
-    from bladellm_kernels.many_rows_pieces_hopper import ManyRowsTile
-
-    cases = [
-        (3, 2, 2, (400, 520, 64)), (2, 4, 16, (129, 520, 24)), (4, 3, 1, (300, 400, 100)), (5, 2, 3, (650, 300, 80)),
-    ]  # fmt: skip
-    for (programs, stages, band, sizes), groups in product(cases, (1, 2)):
-        columns = random.choice([128, 256])
-        tile = ManyRowsTile(groups, columns, 16, stages, parts, band, True)
-        tiles = -(-sizes[0] // (64 * groups)) * -(-sizes[1] // (columns // parts))
-        in_python(tile, min(programs, tiles), sizes, late_copies)
-
-
-@pytest.mark.parametrize(
-    ("rows", "groups", "columns", "divided"),
-    [(8192, 2, 256, False), (8192, 2, 128, True), (64, 1, 128, False), (64, 1, 256, True), (256, 2, 256, True)],
-)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_compiled_for_a_hopper(parts, rows, groups, columns, divided, monkeypatch):
+def test_compiled_for_a_hopper(parts, columns, rows, groups, monkeypatch):
     """Products follow each other without registers in memory, one under way at every wait for a stage."""
     from bladellm_kernels import many_rows_linear as module
-    from bladellm_kernels.linear_launch import new_workspace
 
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 100)
-    monkeypatch.setattr(module, "shared_workspace", new_workspace)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     with compiled_launches() as compiled:
-        module.launch_many_rows(*problem(rows, 14336 // parts, 4096, parts), parts, columns, divided=divided)
+        module.launch_many_rows(*problem(rows, 14336 // parts, 4096, parts), parts, columns)
     kernel = compiled["many_rows_kernel"]
     text = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED
@@ -220,15 +190,13 @@ def test_replays_read_what_is_there_then():
     ids=str,
 )
 @pytest.mark.parametrize("columns", [128, 256])
-@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_on_a_gpu(sizes, divided, columns, parts):
-    """The same bits every time: two pieces of a tile have the same sum, whichever comes last."""
+def test_on_a_gpu(sizes, columns, parts):
     from bladellm_kernels.many_rows_linear import launch_many_rows
 
     x, weight, out = problem(*sizes, parts, "cuda")
-    launch_many_rows(x, weight, out, parts, columns, divided=divided)
+    launch_many_rows(x, weight, out, parts, columns)
     assert_right(x, weight, out, parts)
     first = out.clone()
-    launch_many_rows(x, weight, out.fill_(torch.nan), parts, columns, divided=divided)
+    launch_many_rows(x, weight, out.fill_(torch.nan), parts, columns)
     assert torch.equal(first, out)

@@ -24,7 +24,7 @@ def by_definition(layers) -> torch.Tensor:
     return normed(stream)
 
 
-def launch(x, weight, out, parts, divided=False) -> None:
+def launch(x, weight, out, parts) -> None:
     """In the kernel's place."""
     out.copy_((linear_silu_mul_reference if parts == 2 else linear_reference)(x, weight))
 
