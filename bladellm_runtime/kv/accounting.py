@@ -55,8 +55,8 @@ class KvAccounting:
         self._plans = 1
         self._latest = range(0)
         """The positions that the last sequence let in got granules of its own for."""
-        self._turned = False
-        """Whether another slot may be next, or other granules free, since the last plan."""
+        self._prepared = (-1, -1)
+        """The slot that was next at the last plan, and how many granules were free then."""
         # Counts what may make room for a sequence, or more of it cached; and who was refused when it stood there.
         self._news = 0
         self._refused: tuple[Sequence[int], int, int, int] = ((), 0, 0, -1)
@@ -143,7 +143,6 @@ class KvAccounting:
         if tokens > self.spec.max_tokens or granules - slot.needed > self.available():
             return False
         self.granules.extend(slot, granules)
-        self._turned = True
         return True
 
     def map_ahead(self, number: int, tokens: int) -> None:
@@ -155,7 +154,6 @@ class KvAccounting:
         half_full = slot.granules == slot.needed and 2 * (room - tokens) <= 3 * size
         if half_full and room <= self.spec.max_tokens and self._sticky and self.pool.free + self.cache.idle:
             self.granules.extend_ahead(slot)
-            self._turned = True
 
     def remember(self, number: int, tokens: Sequence[int], written: int) -> None:
         """Put the full units among a live slot's first `written` tokens into the prompt cache. The next plan's step, or
@@ -202,12 +200,11 @@ class KvAccounting:
         self._news += 1
         self.granules.clear(slot, hide=not self._sticky)
         self.idle_slots[number] = None
-        self._turned = True
 
     def drain_ops(self) -> MemoryPlan:
         """The operations since the last call, for the next step; it must be run and later be `complete`d."""
-        if self._turned and self._sticky and self.idle_slots:
-            self._prepare()
+        if self._sticky and self.idle_slots and self._prepared != (self._next_slot(), self.pool.free):
+            self._prepare(self._next_slot())
         if self.swap.num_places and self.granules.tight:
             self._spill()
         plan, self.granules.plan = self.granules.plan, MemoryPlan()
@@ -255,17 +252,16 @@ class KvAccounting:
         kept = resident if match.source is None else [*resident, match.source]
         return new + sum([node.count for node in kept if not node.busy]) + headroom <= self.available()
 
-    def _prepare(self) -> None:
+    def _prepare(self, number: int) -> None:
         """Have the slot that is next show granules for a sequence like the last one, so that it need not wait for them.
         Whole blocks are mapped by one call each, and left to the sequence. So is all where memory is nearly full: the
         sequence takes over what the slot shows."""
-        self._turned = False
+        self._prepared = number, self.pool.free
         own, block = self._latest, self.spec.block_granules
         if self.pool.free < 2 * len(own):
             return
         blocks = len(own) // block * block if block > 1 else 0
-        positions = own[blocks:][:PREPARED_GRANULES]
-        self.granules.prepare(self.granules.slots[self._next_slot()], positions)
+        self.granules.prepare(self.granules.slots[number], own[blocks:][:PREPARED_GRANULES])
 
     def _choose_slot(self, match: Match) -> int:
         """The idle slot that still shows the cached beginning if there is one, else the next one."""

@@ -110,10 +110,11 @@ class SlotGranules:
     def prepare(self, slot: Slot, positions: range) -> None:
         """Have an idle slot show free granules at these positions, if it shows something before them: those that it
         shows already, or others. The next sequence there takes them as they are; nothing is held until then."""
-        end = min(positions.stop, len(slot.view.granules))
-        kept = set(slot.view.granules[positions.start : end])
+        if positions.start > len(slot.view.granules):
+            return
+        kept = set(slot.view.granules[positions.start : positions.stop])
         spare = (one for one in self._pool.spare(SPARE_GRANULES) if one not in kept and self._is_single(one))
-        for position in positions if positions.start <= end else ():
+        for position in positions:
             shown = slot.view.at(position)
             if shown is not None and self._is_single(shown) and self._pool.is_free(shown):
                 continue
