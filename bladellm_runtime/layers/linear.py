@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
 from bladellm_kernels.linear import linear, linear_silu_mul
-from bladellm_kernels.linear_schedules import MAX_ROWS, gate_rows
+from bladellm_kernels.linear_schedules import MAX_ROWS, may_apply_gate
 from bladellm_kernels.normed_linear import (
     linear_add,
     linear_between_norms,
@@ -111,7 +111,7 @@ class Linear(LinearLayer):
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
     def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.bias is not None or not gate_rows(len(x)):
+        if self.bias is not None or not may_apply_gate(len(x)):
             return super().silu_mul(x, out)
         return linear_silu_mul(x, self.weight, out)
 

@@ -19,8 +19,8 @@ from bladellm_kernels.linear_schedules import (
     LinearSchedule,
     Schedule,
     ScheduleTable,
-    gate_rows,
     load_table,
+    may_apply_gate,
 )
 from bladellm_kernels.silu_mul import silu_mul
 
@@ -141,7 +141,7 @@ def schedule_for(
 
 def _by_many_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
     """Write silu(gate) · up to out by the kernel of many rows, where that is faster and it can. Whether it did."""
-    if not x.is_cuda or not gate_rows(len(x)):
+    if not x.is_cuda or not may_apply_gate(len(x)):
         return False
     from bladellm_kernels.many_rows_linear import gate_columns, launch_many_rows, many_rows_fits
 

@@ -33,7 +33,7 @@ GEMV_ROWS = 4
 """Most rows of x for products without tensor cores: with more of them arithmetic is no longer hidden."""
 
 
-def gate_rows(rows: int) -> bool:
+def may_apply_gate(rows: int) -> bool:
     """Whether `many_rows_linear` may be faster than cuBLAS for a gate-up projection of so many rows."""
     return rows in GATE_ROWS or rows >= MANY_ROWS
 
