@@ -108,9 +108,10 @@ class SlotGranules:
         _show(slot, position, held.unit, views)
 
     def prepare(self, slot: Slot, positions: range) -> None:
-        """Have an idle slot show free granules at these positions, if it shows something before them: those that it
-        shows already, or others. The next sequence there takes them as they are; nothing is held until then."""
-        if positions.start > len(slot.view.granules):
+        """Have an idle slot show free granules at these positions, if it shows something before them, and not in one
+        with it: those that it shows already, or others. The next sequence there takes them as they are; nothing is held
+        until then."""
+        if positions.start > len(slot.view.granules) or slot.view.cuts(positions.start):
             return
         kept = set(slot.view.granules[positions.start : positions.stop])
         spare = (one for one in self._pool.spare(SPARE_GRANULES) if one not in kept and self._is_single(one))

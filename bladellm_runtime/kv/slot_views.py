@@ -22,6 +22,10 @@ class BlockClasses:
     def is_whole(self, granule: int) -> bool:
         return self._size > 1 and self.age(granule) % 2 == 0
 
+    def is_within(self, granule: int) -> bool:
+        """Whether a granule is one of a whole block, but not its first."""
+        return self.is_whole(granule) and granule % self._size > 0
+
     def use(self, unit: Unit) -> None:
         """Note that a unit is used as what it is, a whole block or a single granule."""
         if self._size > 1 and self.is_whole(unit.first) != (unit.count > 1):
@@ -45,6 +49,12 @@ class SlotView:
             return None
         granule = self.granules[position]
         return granule if self._ages[position] == self._classes.age(granule) else None
+
+    def cuts(self, position: int) -> bool:
+        """Whether a position may lie within a block in view that begins before it: nothing else can be shown from
+        there on."""
+        granule = self.at(position)
+        return granule is not None and self._classes.is_within(granule)
 
     def show(self, position: int, unit: Unit) -> bool:
         """Show a unit from a position on; whether that changes anything."""

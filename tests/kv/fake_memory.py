@@ -94,7 +94,7 @@ class FakeMemory:
         for granule in view.granules:
             self._set_class(granule, view.whole)
         for position in range(view.position, min(end, len(shown))):
-            self._split(shown, position)
+            self._split(shown, position, view.position)
         shown[view.position : end] = view.granules
         if not self.shares:
             everything = [granule for slot in self.slots for granule in slot]
@@ -111,11 +111,12 @@ class FakeMemory:
         for shown in self.slots:
             shown[:] = [None if g is not None and g // size == block else g for g in shown]
 
-    def _split(self, shown: list[int | None], position: int) -> None:
-        """Before a position is replaced: a block mapped whole goes as a whole."""
+    def _split(self, shown: list[int | None], position: int, begin: int) -> None:
+        """Before a position of a view from `begin` on is replaced: a block mapped whole goes as a whole."""
         granule, size = shown[position], self.spec.block_granules
         if granule is not None and self.whole.get(granule // size):
             first = position - granule % size
+            assert first >= begin or first < 0 or shown[first] != granule // size * size, "a view cuts a whole block"
             for index in range(max(first, 0), min(first + size, len(shown))):
                 if shown[index] is not None and shown[index] - (index - first) == granule // size * size:
                     shown[index] = None

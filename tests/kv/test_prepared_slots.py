@@ -87,6 +87,21 @@ def test_whole_blocks_are_left_to_the_sequence():
     assert not plan.ahead, "there is nothing that the last granules of a sequence could follow"
 
 
+def test_a_block_that_the_next_slot_shows_whole_is_not_cut():
+    accounting = accounting_of(64, 4, split=8)
+    beginning = prompt(GRANULE)
+    for tokens in (beginning + prompt(GRANULE), prompt(4 * GRANULE)):
+        admission, _ = enter(accounting, tokens)
+        accounting.release_slot(admission.slot, tokens, len(tokens))
+    for _ in range(SLOTS - 2):
+        enter(accounting, prompt(4 * GRANULE))
+    assert list(accounting.idle_slots) == [0, 1]
+    assert accounting.granules.slots[1].view.cuts(1)
+    admission, plan = enter(accounting, beginning + prompt(2 * GRANULE))
+    assert (admission.slot, admission.cached) == (0, GRANULE)
+    assert not shown(plan.ahead, 1)
+
+
 def test_a_shared_beginning_stays_in_view():
     accounting = accounting_of()
     common = prompt(4 * GRANULE)
