@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from bladellm_kernels.delayed_norm import DelayedNorm
 from bladellm_kernels.fp8_linear import fp8_linear, pack_fp8
+from bladellm_kernels.int4_matmul import has_int4_kernel
 from bladellm_kernels.w4a16_linear import pack_w4a16, w4a16_linear
 from bladellm_kernels.w8a8_linear import pack_w8a8, w8a8_linear
 from bladellm_kernels.w8a16_linear import pack_w8a16, w8a16_linear
@@ -17,7 +18,8 @@ from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_runtime.quantization.weight import QuantizedWeight
 
 SCALE_BYTES = {2: 8, 4: 12}
-"""Bytes kept for a scale and its zero point, by the bytes of an activation; layouts differ a little."""
+"""Bytes kept for a scale and its zero point, by the bytes of an activation; layouts differ a little. Of float32 4 are
+for a CPU's kernel, which takes them in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def held_bytes(packed: Any) -> int:
 
 def packed_bytes(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """About what a packed weight takes for activations of `dtype`: its codes, and what each scale comes with."""
-    scales = rows * scheme.groups(columns) * SCALE_BYTES[dtype.itemsize]
+    rounded = device.type != "cpu" or has_int4_kernel()
+    scales = rows * scheme.groups(columns) * SCALE_BYTES[dtype.itemsize if rounded else 2]
     if scheme.kind == "fp8" and device.type == "cpu":  # a CPU holds these codes in a type it can multiply
         return rows * columns * (2 if dtype == torch.bfloat16 else 4) + scales
     return rows * columns * scheme.bits // 8 + scales

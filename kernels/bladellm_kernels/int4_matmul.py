@@ -45,7 +45,7 @@ def kernel_group_size(codes: torch.Tensor, groups: int) -> int | None:
     """The group size to give the kernel for codes [N, K] with `groups` scales a row; None where it cannot run."""
     size = codes.shape[1] // groups
     fitting = (each for each in _GROUP_SIZES if size and size % each == 0)
-    return next(fitting, None) if codes.is_cpu and _layout_is_known() else None
+    return next(fitting, None) if codes.is_cpu and has_int4_kernel() else None
 
 
 def pack_int4(
@@ -99,7 +99,7 @@ def _pack_tiles(codes: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1)
-def _layout_is_known() -> bool:
+def has_int4_kernel() -> bool:
     """Whether the kernel is there and stores tiles as `PackedInt4` says; other processors have other tiles."""
     codes = torch.arange(2 * _TILE * 32).remainder(251).remainder(16).to(torch.uint8).view(2 * _TILE, 32)
     tiles = codes.view(2, _TILE, 32).transpose(1, 2)

@@ -214,7 +214,7 @@ def test_no_rows_give_no_rows(name: str, dtype: torch.dtype, device: str) -> Non
 def test_processors_without_the_int4_kernel(
     name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int4_matmul, "_layout_is_known", lambda: False)
+    monkeypatch.setattr(int4_matmul, "has_int4_kernel", lambda: False)
     compare(name, make_layer(name, 64, 256, 2, True, device), torch.randn(3, 256, device=device).to(dtype), None)
 
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bladellm_kernels import int4_matmul
 
+from bladellm_runtime.layers import quantized_linear
 from bladellm_runtime.layers.quantized_linear import QuantizedLinear, packed_bytes
 from tests.models.harness import DEVICES, Sequences, assert_greedy, load_tiny, random_prompt, reference_logits
 from tests.models.quantized import SCHEMES, STORED, Tiny, assert_agrees, plan, round_weight
@@ -78,7 +80,12 @@ def test_a_row_never_depends_on_its_neighbours(tmp_path, name, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [32, 128, None])
 @pytest.mark.parametrize("name", list(SCHEMES))
-def test_what_a_layer_takes_is_known_before(name, size, dtype, device):
+@pytest.mark.parametrize("kernel", [True, False], ids=["as is", "no int4 kernel"])
+def test_what_a_layer_takes_is_known_before(name, size, dtype, device, kernel, monkeypatch):
+    """Also on processors that have no kernel for 4 bits."""
+    if not kernel:
+        for module in (int4_matmul, quantized_linear):
+            monkeypatch.setattr(module, "has_int4_kernel", lambda: False)
     scheme = SCHEMES[name]
     if scheme.group_size is not None:
         scheme = replace(scheme, group_size=size)
