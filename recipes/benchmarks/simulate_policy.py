@@ -15,6 +15,7 @@ from math import exp
 
 import numpy as np
 
+from bladellm_runtime.engine.mixed_graphs import DEFAULT_SIZES
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.request import SamplingParams
@@ -25,9 +26,7 @@ from bladellm_runtime.scheduler.scheduler import Scheduler
 from bladellm_runtime.scheduler.step_cost import StepCost, StepLoad
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
-SIZES = (32, *range(64, 1025, 64), 1152, 1280, 1536, 1792, 2048)
-"""Token counts that steps with prompt tokens are padded to."""
-COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6, sizes=SIZES)
+COST = StepCost(step=2.0, token=0.0183, decode_row=0.0, decode_kv=3e-5, prefill_pair=0.7e-6, sizes=DEFAULT_SIZES)
 DECODE_ROWS = (1, 8, 64, 256)
 DECODE_MS = (4.2, 4.5, 5.6, 11.0)
 DECODE_KV = 512
@@ -37,7 +36,7 @@ HOST_MS, FRONT_MS = 0.3, 1.5
 PEER = {8: ("39/62", "5.2/29"), 16: ("56/90", "6.0/37"), 24: ("96/145", "8.6/82")}
 DEPTH = 2
 EAGER_MS = 60.0
-"""What launching a step of more tokens than the largest of `SIZES`, operator by operator, takes the host."""
+"""What launching a step of more tokens than the largest of `DEFAULT_SIZES`, operator by operator, takes the host."""
 
 
 def step_ms(load: StepLoad, cost: StepCost) -> float:
@@ -53,7 +52,7 @@ def step_ms(load: StepLoad, cost: StepCost) -> float:
         decode += cost.decode_kv * (load.decode_kv - DECODE_KV * rows)
     if not load.prefill_tokens:
         return decode
-    launch = EAGER_MS if rows + load.prefill_tokens > SIZES[-1] else 0.0
+    launch = EAGER_MS if rows + load.prefill_tokens > DEFAULT_SIZES[-1] else 0.0
     return max(decode, launch, cost.milliseconds(load))
 
 
