@@ -22,6 +22,7 @@ from bladellm_kernels.linear_schedules import (
 )
 
 from bladellm_runtime.engine.mixed_graphs import DEFAULT_SIZES
+from bladellm_runtime.engine.step_graphs import default_sizes
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.interpreted import run_interpreted
 
@@ -187,6 +188,16 @@ def test_the_shipped_table_has_measured_each_captured_step_of_llama_8b(shape):
     for table in map(load_table, TABLES):
         measured = {entry.rows for entry in table.entries[*shape, False]}
         assert {size for size in DEFAULT_SIZES if size > MAX_ROWS} <= measured
+
+
+@pytest.mark.parametrize(
+    ("shape", "least"), [((6144, 4096), 24), ((4096, 4096), 24), ((28672, 4096), 136), ((4096, 14336), 24)], ids=str
+)
+def test_an_h200_has_measured_each_captured_batch_of_llama_8b(shape, least):
+    """least: rows from which the layer has no kernel of our own."""
+    table = load_table(SCHEDULES / "linear_nvidia_h200.json")
+    measured = {entry.rows for entry in table.entries[*shape, False]}
+    assert {size for size in default_sizes(MAX_ROWS) if size >= least} <= measured
 
 
 @pytest.mark.parametrize(
