@@ -18,6 +18,7 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, 
 from tests.kernels.conditions import DEVICES, assert_close
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.prefill_support import prefill_case
+from tests.support.cases import some_pairs
 
 ON_CUDA = [
     pytest.mark.gpu,
@@ -62,16 +63,16 @@ def small(monkeypatch):
     prefill_plan.plan_chunk.cache_clear()
 
 
+MEMORIES = [*product(KV_FORMATS, [False]), ("no_quant", True), ("int4_affine", True)]
+"""Formats, and whether memory is paged."""
 SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 64)]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("longest", [16, 64])
-@pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 8), (3, 3, 24)], ids=str)
-@pytest.mark.parametrize(
-    ("name", "paged"), [*product(KV_FORMATS, [False]), ("no_quant", True), ("int4_affine", True)], ids=str
-)
-def test_parts_merge_to_the_reference(name, paged, heads, longest, monkeypatch):
+@pytest.mark.parametrize(("memory", "heads"), some_pairs(MEMORIES, [(4, 2, 16), (7, 1, 8), (3, 3, 24)]), ids=str)
+def test_parts_merge_to_the_reference(memory, heads, longest, monkeypatch):
+    name, paged = memory
     monkeypatch.setattr(prefill_sdpa, "LONGEST_PIECE", longest)
     q, kv, chunks = prefill_case(name, torch.float32, heads, SPANS, paged=paged, mapped=heads[1] == 2)
     q[:2] = torch.nan

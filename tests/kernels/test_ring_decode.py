@@ -19,6 +19,7 @@ from tests.kernels.conditions import DEVICES, assert_close
 from tests.kernels.decode_support import FORMATS, FUSED, Case, decode_case
 from tests.kernels.hopper import compiled_launches
 from tests.kernels.sass import spills_in_the_loop
+from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
@@ -177,6 +178,10 @@ def test_few_sequences_leave_their_states_to_a_kernel_behind(monkeypatch):
     assert_close(merged.half(), ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
 
 
+SHAPES = [((32, 8, 128), False), ((32, 8, 128), True), ((40, 40, 128), False)]
+"""Heads, and whether sequences are long."""
+
+
 def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs: int = 2):
     """As a launch on a Hopper compiles it, behind another one of the same plan."""
     from bladellm_kernels import ring_decode as module
@@ -191,9 +196,9 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
     return compiled["ring_decode_kernel"]
 
 
-@pytest.mark.parametrize(("heads", "long"), [((32, 8, 128), False), ((32, 8, 128), True), ((40, 40, 128), False)])
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_programs_of_every_format_fit_an_sm_twice(format_name, heads, long, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("format_name", "shape"), some_pairs(FORMATS, SHAPES), ids=str)
+def test_programs_of_every_format_fit_an_sm_twice(format_name, shape, monkeypatch, tmp_path):
+    heads, long = shape
     schedule = default_schedule(
         128, KV_FORMATS[format_name], torch.bfloat16, batch=4, setting=DecodeSetting(long=long), kv_heads=heads[1]
     )
