@@ -203,7 +203,7 @@ class KvAccounting:
 
     def drain_ops(self) -> MemoryPlan:
         """The operations since the last call, for the next step; it must be run and later be `complete`d."""
-        if self._sticky and self.idle_slots and self._prepared != (self._next_slot(), self.pool.free):
+        if self._sticky and self.idle_slots:
             self._prepare(self._next_slot())
         if self.swap.num_places and self.granules.tight:
             self._spill()
@@ -256,7 +256,9 @@ class KvAccounting:
         """Have the slot that is next show granules for a sequence like the last one, so that it need not wait for them.
         Whole blocks are mapped by one call each, and left to the sequence. So is all where memory is nearly full: the
         sequence takes over what the slot shows."""
-        self._prepared = number, self.pool.free
+        before, self._prepared = self._prepared, (number, self.pool.free)
+        if before == self._prepared:
+            return
         own, block = self._latest, self.spec.block_granules
         if self.pool.free < 2 * len(own):
             return

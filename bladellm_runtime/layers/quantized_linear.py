@@ -17,10 +17,6 @@ from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.quantization.scheme import Scheme
 from bladellm_runtime.quantization.weight import QuantizedWeight
 
-SCALE_BYTES = {2: 8, 4: 12}
-"""Bytes kept for a scale and its zero point, by the bytes of an activation; layouts differ a little. Of float32 4 are
-for a CPU's kernel, which takes them in bfloat16."""
-
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -145,8 +141,14 @@ def held_bytes(packed: Any) -> int:
 
 def packed_bytes(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """About what a packed weight takes for activations of `dtype`: its codes, and what each scale comes with."""
-    rounded = device.type != "cpu" or has_int4_kernel()
-    scales = rows * scheme.groups(columns) * SCALE_BYTES[dtype.itemsize if rounded else 2]
+    scales = rows * scheme.groups(columns) * _scale_bytes(dtype, device)
     if scheme.kind == "fp8" and device.type == "cpu":  # a CPU holds these codes in a type it can multiply
         return rows * columns * (2 if dtype == torch.bfloat16 else 4) + scales
     return rows * columns * scheme.bits // 8 + scales
+
+
+def _scale_bytes(dtype: torch.dtype, device: torch.device) -> int:
+    """Kept for a scale and its zero point; layouts differ a little. Beside activations in float32 they may be there in
+    bfloat16 as well, but not on a CPU without a kernel for 4 bits."""
+    twice = dtype.itemsize == 4 and (device.type != "cpu" or has_int4_kernel())
+    return 12 if twice else 8
