@@ -194,7 +194,7 @@ def test_the_shipped_table_has_measured_each_captured_step_of_llama_8b(shape):
     ("shape", "least"), [((6144, 4096), 24), ((4096, 4096), 24), ((28672, 4096), 136), ((4096, 14336), 24)], ids=str
 )
 def test_an_h200_has_measured_each_captured_batch_of_llama_8b(shape, least):
-    """least: rows from which the layer has no kernel of our own."""
+    """From `least` rows on: below them kernels of our own have most batches of gate-up, and all of the others."""
     table = load_table(SCHEDULES / "linear_nvidia_h200.json")
     measured = {entry.rows for entry in table.entries[*shape, False]}
     assert {size for size in default_sizes(MAX_ROWS) if size >= least} <= measured

@@ -178,8 +178,8 @@ def test_few_sequences_leave_their_states_to_a_kernel_behind(monkeypatch):
     assert_close(merged.half(), ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
 
 
-SHAPES = [((32, 8, 128), False), ((32, 8, 128), True), ((40, 40, 128), False)]
-"""Heads, and whether sequences are long."""
+LAYERS = [((32, 8, 128), False), ((32, 8, 128), True), ((40, 40, 128), False)]
+"""Heads of a layer, and whether its sequences are long."""
 
 
 def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs: int = 2):
@@ -196,9 +196,9 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
     return compiled["ring_decode_kernel"]
 
 
-@pytest.mark.parametrize(("format_name", "shape"), some_pairs(FORMATS, SHAPES), ids=str)
-def test_programs_of_every_format_fit_an_sm_twice(format_name, shape, monkeypatch, tmp_path):
-    heads, long = shape
+@pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS), ids=str)
+def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatch, tmp_path):
+    heads, long = layer
     schedule = default_schedule(
         128, KV_FORMATS[format_name], torch.bfloat16, batch=4, setting=DecodeSetting(long=long), kv_heads=heads[1]
     )
