@@ -303,5 +303,6 @@ TestAccounting.settings = QUICK
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 class TestAccountingLong(AccountingMachine.TestCase):
     settings = settings(QUICK, max_examples=1500, stateful_step_count=80, report_multiple_bugs=False)

@@ -117,6 +117,7 @@ TestScheduler.settings = quick
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 class TestSchedulerLong(SchedulerMachine.TestCase):
     settings = settings(quick, max_examples=1000, stateful_step_count=50, report_multiple_bugs=False)
 
