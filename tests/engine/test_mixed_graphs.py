@@ -200,7 +200,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, options):
     for way in ({**SIZES, "kv_cache_gib": gib}, {"disable_cuda_graph": True, "kv_cache_gib": 0.1}):
         capture = Again()
         engine = build_engine(EngineArgs(model=str(demo_model), **(shape | options | way)), capture)
-        requests = requests or random_requests(rng, 16, engine.ready.vocab_size)
+        requests = requests or random_requests(rng, 32, engine.ready.vocab_size)
         if way.get("disable_cuda_graph"):
             assert engine.core._runner._mixed is None
         else:
