@@ -10,6 +10,8 @@ from bladellm_kernels.kv_layer import KvLayer
 
 _REGISTERS = 65536
 """Of an SM."""
+_QUARTER_WARPS = 4
+"""Of a kernel that fits beside another one: each quarter of an SM has registers of its own."""
 
 
 def row_arguments(rows: torch.Tensor) -> RowArguments:
@@ -39,7 +41,8 @@ def kv_arguments(kv: KvLayer, step: int, block_kv: int) -> KvArguments:
     )
 
 
-def register_limit(threads: int) -> dict[str, int]:
-    """An option that leaves registers for so many threads, all those of an SM."""
-    registers = _REGISTERS // threads // 8 * 8
+def register_limit(threads: int, beside: int = 0) -> dict[str, int]:
+    """An option that leaves registers for so many threads, all those of an SM, and for a warp in each of its quarters
+    of a kernel whose threads take `beside` of them."""
+    registers = (_REGISTERS - _QUARTER_WARPS * 32 * beside) // threads // 8 * 8
     return {"maxnreg": registers} if registers < 256 else {}

@@ -65,10 +65,10 @@ def decode_plan_kernel(
     tl.store(row + 3, ranks, mask=inside)
     tl.debug_barrier()
     table = Table(sequences + 1, sequences + 3, batch)
-    length, room, near = _best_ranges(table, tl.max(ends), tl.max(ranks), count, SEGMENT, BATCH, PROGRAMS)
+    length, rest, room, near = _best_ranges(table, tl.max(ends), tl.max(ranks), count, SEGMENT, BATCH, PROGRAMS)
     program = tl.arange(0, PROGRAMS)
-    begin, _, _ = _cut(program * length, table, room, near, SEGMENT, BATCH)
-    end, _, _ = _cut((program + 1) * length, table, room, near, SEGMENT, BATCH)
+    begin, _, _ = _cut(program * length + tl.minimum(program, rest), table, room, near, SEGMENT, BATCH)
+    end, _, _ = _cut((program + 1) * length + tl.minimum(program + 1, rest), table, room, near, SEGMENT, BATCH)
     place = programs + program * 3
     tl.store(place, begin, mask=program < count)
     tl.store(place + 1, end, mask=program < count)
@@ -97,22 +97,32 @@ def _best_ranges(
     BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Length of the ranges, room for each sequence in them beside its blocks, and how far cuts may move, that cost the
-    slowest program least.
+    """Length of the ranges, how many of the first ones have one more, room for each sequence in them beside its blocks, and
+    how far cuts may move, that cost the slowest program least.
 
     Tried are equal ranges first, then the shortest lengths, without room and with SEGMENT. That anything has to be
-    merged counts as a block.
+    merged counts as a block. Equal ranges differ by a block, the longer ones first, as their programs begin
+    first: were all but the last of one length, that one would end long before the others.
     """
     choice = tl.arange(0, 2 * _LENGTHS)
     room = choice % 2 * SEGMENT
     length = tl.maximum((total + room * sequences + count - 1) // count, 1) + choice // 2
+    # Ranges of no block are the last ones.
+    even = (choice == 0) & (total >= count)
+    rest = tl.where(even, total % count, 0)
+    length = tl.where(even, total // count, length)
     near = tl.where(choice == 0, 0, tl.minimum(length // 8, SEGMENT))
-    cut = tl.arange(0, PROGRAMS)[None, :] * length[:, None]
-    _, first, torn = _cut(cut, table, room[:, None], near[:, None], SEGMENT, BATCH)
-    _, last, _ = _cut(cut + length[:, None], table, room[:, None], near[:, None], SEGMENT, BATCH)
+    program = tl.arange(0, PROGRAMS)[None, :]
+    begin = program * length[:, None] + tl.minimum(program, rest[:, None])
+    end = (program + 1) * length[:, None] + tl.minimum(program + 1, rest[:, None])
+    _, first, torn = _cut(begin, table, room[:, None], near[:, None], SEGMENT, BATCH)
+    _, last, _ = _cut(end, table, room[:, None], near[:, None], SEGMENT, BATCH)
     cost = tl.max(last - first + torn * SEGMENT, 1) + tl.max(torn, 1)
     best = choice == tl.min(cost * (2 * _LENGTHS) + choice) % (2 * _LENGTHS)
-    return tl.sum(tl.where(best, length, 0)), tl.sum(tl.where(best, room, 0)), tl.sum(tl.where(best, near, 0))
+    return (
+        tl.sum(tl.where(best, length, 0)), tl.sum(tl.where(best, rest, 0)),
+        tl.sum(tl.where(best, room, 0)), tl.sum(tl.where(best, near, 0)),
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -62,6 +62,8 @@ class DecodeSchedule:
     segments at most. Its programs, one an SM, then find all of them empty.
     lane_heads: KV heads that a program takes, its warps divided among them: what they have of a token lies beside each
     other, and is read at a time.
+    merge_beside: programs leave room for those of the kernel that merges their segments, which then wait on every SM
+    beside them. Else they begin on the first SMs that attention leaves, and what comes next there waits for them.
     warp_specialized: producer warps load, consumer warps attend, where `ring_decode.py` has a kernel for that; all
     stages are buffers then.
     """
@@ -76,6 +78,7 @@ class DecodeSchedule:
     warp_specialized: bool = False
     lane_heads: int = 1
     late: bool = False
+    merge_beside: bool = False
 
     def __post_init__(self) -> None:
         warps = self.warps // self.lane_heads
@@ -89,10 +92,11 @@ class DecodeSchedule:
 
 WARP_SPECIALIZED_SCHEDULES = {
     512: DecodeSchedule(64, 3, 4, 2, warp_specialized=True),
-    256: DecodeSchedule(64, 5, 4, 2, warp_specialized=True),
-    128: DecodeSchedule(128, 4, 4, 2, warp_specialized=True),
+    256: DecodeSchedule(64, 5, 4, 2, warp_specialized=True, merge_beside=True),
+    128: DecodeSchedule(128, 4, 4, 2, warp_specialized=True, merge_beside=True),
 }
-"""By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half."""
+"""By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half. Of 512
+bytes two programs leave no shared memory for a third."""
 
 ALONE = DecodeSetting()
 LIGHT_SCHEDULE = DecodeSchedule(64, 4, 4, 1, stay_ns=4500)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bladellm_kernels.decode_schedule import DecodeSchedule
 from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.power_of_two import power_of_two
@@ -19,6 +20,10 @@ _WARP_NUMBERS = 2048
 """Of partial outputs that one warp has in registers at once."""
 _MOST_SEGMENTS = 64
 """That are read at once: then of 32 columns each, whole lines of 128 bytes."""
+MERGE_REGISTERS = 64
+"""Of a thread that merges segments beside attention."""
+_BESIDE_NUMBERS = 1024
+"""Of partial outputs that a warp has in those at once."""
 
 
 class Part(NamedTuple):
@@ -239,9 +244,9 @@ def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | Non
     heads, head_dim = out.shape[1:]
     rows, width = work.partial.shape[1], power_of_two(head_dim)
     batch, programs = len(work.sequences), len(work.programs)
-    segments, columns, warps = merge_tile(programs, batch, width, work.schedule.stay_ns > 0)
+    tile = merge_tile(programs, batch, width, work.schedule)
     own = Segments(work.partial, work.lse, work.sequences)
-    merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows, width // columns)](
+    merge_segments_kernel[(min(batch, programs) if shared is None else batch, rows, width // tile.columns)](
         own,
         own if shared is None else Segments(shared.partial, shared.lse, shared.sequences),
         Shares(work.merges, work.merges) if shared is None else Shares(work.shares, places),
@@ -249,26 +254,35 @@ def merge_segments(work: DecodeWork, out: torch.Tensor, shared: DecodeWork | Non
         QUERY_LEN=rows // heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        COLUMNS=columns,
-        SEGMENTS=segments,
+        COLUMNS=tile.columns,
+        SEGMENTS=tile.segments,
         MEMBERS=0 if shared is None else shared.query_len,
         LATE=work.schedule.late,
-        num_warps=warps,
+        num_warps=tile.warps,
+        maxnreg=MERGE_REGISTERS if work.schedule.merge_beside else None,
         **early_launch(out.device),
     )  # fmt: skip
 
 
-def merge_tile(programs: int, batch: int, width: int, stays: bool) -> tuple[int, int, int]:
-    """Segments of a row that a program reads at once, how many of its `width` columns, and the program's warps: for
-    `programs` of each lane, of which every sequence has about as many; stays: programs stay on their SMs, see `linger`.
+class MergeTile(NamedTuple):
+    """Segments of a row that a program reads at once, and how many of the row's columns."""
+
+    segments: int
+    columns: int
+    warps: int
+
+
+def merge_tile(programs: int, batch: int, width: int, schedule: DecodeSchedule) -> MergeTile:
+    """For `programs` of each lane, of which every sequence has about as many, and rows of `width` columns.
 
     Programs of the merge take places that the next kernel's could have, so they are one warp each, and read all
     segments in one round where they can: each round takes the time of a read from memory. Where programs stay, and
     linear layers start beside the merge, they take whole rows: tiles of columns were not measured there.
     """
     each = triton.cdiv(programs, batch) + 1
-    if stays:
+    if schedule.stay_ns:
         segments, warps = (32, 4) if each > 16 else (8, 1)
-        return min(segments, warps * _WARP_NUMBERS // width), width, warps
+        return MergeTile(min(segments, warps * _WARP_NUMBERS // width), width, warps)
     segments = min(max(power_of_two(each), 16), _MOST_SEGMENTS)
-    return segments, min(_WARP_NUMBERS // segments, width), 1
+    numbers = _BESIDE_NUMBERS if schedule.merge_beside else _WARP_NUMBERS
+    return MergeTile(segments, min(numbers // segments, width), 1)

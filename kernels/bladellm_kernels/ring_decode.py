@@ -11,6 +11,7 @@ from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.merge_attention_triton import MERGE_REGISTERS
 from bladellm_kernels.ring_decode_hopper import ring_decode_kernel
 
 _STEP_BYTES = 16
@@ -36,6 +37,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     joined = work.reads == "all" and len(work.programs) <= _MOST_SEGMENTS * len(work.sequences)
     # Those that stay leave the other half of an SM to the next kernel.
     ctas_per_sm = max(schedule.ctas_per_sm, 2) if schedule.idle_ns or schedule.stay_ns else schedule.ctas_per_sm
+    beside = MERGE_REGISTERS if schedule.merge_beside and not joined else 0
     early = early_launch(call.q.device)
     ring_decode_kernel[(len(work.programs) * shape.lanes,)](
         row_arguments(call.q),
@@ -51,7 +53,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
         LATE=joined and schedule.late,
         SETTLED=early["EARLY"] and work.used,
         num_warps=schedule.warps,
-        **register_limit(32 * (schedule.warps + PRODUCER_WARPS.value) * ctas_per_sm),
+        **register_limit(32 * (schedule.warps + PRODUCER_WARPS.value) * ctas_per_sm, beside),
         **early,
     )  # fmt: skip
     # It let the next kernel start only when its own inputs, the plan among them, were complete.

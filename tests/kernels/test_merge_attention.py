@@ -1,5 +1,6 @@
 """The merge of attention over parts of a sequence against attention over all of it."""
 
+import dataclasses
 import random
 
 import pytest
@@ -151,20 +152,23 @@ def test_tiles_of_a_merge_fit_registers_and_few_rounds():
     for programs in (*range(1, 140), 264, 1056):
         for batch in (1, 2, 3, 8, 64, 256):
             for width in (16, 64, 128, 256, 512):
-                stays = random.random() < 0.5
-                segments, columns, warps = merge_tile(programs, batch, width, stays)
+                stays, beside = random.choice([(4500, False), (0, False), (0, True)])
+                schedule = DecodeSchedule(64, 4, 4, 2, stay_ns=stays, merge_beside=beside)
+                segments, columns, warps = merge_tile(programs, batch, width, schedule)
                 assert segments & (segments - 1) == 0
                 assert segments > 0
-                assert segments * columns <= 2048 * warps <= 8192
+                assert segments * columns <= (1024 if beside else 2048) * warps <= 8192
                 assert width % columns == 0
                 if stays:
                     assert columns == width
                 else:
                     assert warps == 1
                     assert segments > min(programs // batch, 63)
-    assert merge_tile(33, 4, 128, False) == (16, 128, 1)
-    assert merge_tile(33, 1, 128, False) == merge_tile(264, 1, 128, False) == (64, 32, 1)
-    assert merge_tile(33, 1, 128, True) == (32, 128, 4)
+    plain = DecodeSchedule(64, 4, 4, 2)
+    assert merge_tile(33, 4, 128, plain) == (16, 128, 1)
+    assert merge_tile(33, 1, 128, plain) == merge_tile(264, 1, 128, plain) == (64, 32, 1)
+    assert merge_tile(33, 1, 128, dataclasses.replace(plain, stay_ns=4500)) == (32, 128, 4)
+    assert merge_tile(33, 1, 128, dataclasses.replace(plain, merge_beside=True)) == (64, 16, 1)
 
 
 def test_interpreted():

@@ -98,6 +98,16 @@ def check_plan(lens, window, query_len, block_kv, programs, segment_blocks):
     return sum(rows[sequence][4] > 1 for sequence in range(len(lens)))
 
 
+def check_even_ranges():
+    """Of one sequence programs have as many blocks but for one, those with more first."""
+    programs, blocks = random.randint(2, 60), random.randint(1, 900)
+    schedule = DecodeSchedule(64, 2, 1, programs)
+    workspace = DecodeWorkspace(torch.device("cpu"), 1, 1, 1, 8, schedule=schedule)
+    work = workspace.plan(torch.tensor([64 * blocks - random.randint(0, 63)]))
+    lengths = (work.programs[:, 1] - work.programs[:, 0]).tolist()
+    assert lengths == [blocks // programs + (place < blocks % programs) for place in range(programs)]
+
+
 def visible_blocks(lens, window, query_len, block_kv):
     """(sequence, block) of all that is to be read, in order."""
     found = []
@@ -126,6 +136,7 @@ def interpret_plans(count=100):
         window = random.choice([None, 1, 50, 300])
         programs, segment_blocks = random.choice([1, 2, 7, 33]), random.choice([0, 1, 2, 5])
         check_plan(lens, window, query_len, random.choice([16, 64]), programs, segment_blocks)
+    check_even_ranges()
     # Whole sequences where programs can take as many each: 16 blocks, 9, and long ones.
     assert check_plan([1024] * 64, None, 1, 64, 33, 2) == 0
     assert check_plan([550] * 64, None, 1, 64, 33, 2) == 0

@@ -17,7 +17,7 @@ from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ra
 
 from tests.kernels.conditions import DEVICES, assert_close
 from tests.kernels.decode_support import FORMATS, FUSED, Case, decode_case
-from tests.kernels.hopper import compiled_launches
+from tests.kernels.hopper import compiled_launches, spilled
 from tests.kernels.sass import spills_in_the_loop
 from tests.support.cases import some_pairs
 
@@ -216,6 +216,30 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatc
     # Consumers wait at once; producers for the newest tokens, and at their end.
     assert text.count("griddepcontrol.wait") == 3
     assert text.count("griddepcontrol.launch_dependents") == 1
+
+
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "no_quant"])
+def test_the_merge_behind_finds_room_beside_two_programs(format_name, monkeypatch, tmp_path):
+    """Registers in each quarter of an SM, and shared memory, which is dealt out by 128 bytes."""
+    from bladellm_kernels import merge_attention_triton as module
+
+    schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16, kv_heads=8)
+    assert schedule.merge_beside
+    case = decode_case(format_name, torch.bfloat16, (32, 8, 128), [500], granule_tokens=256)
+    case = dataclasses.replace(case, kv=dataclasses.replace(case.kv, payload=aligned(case.kv.payload)))
+    programs = random.choice([33, 66])
+    kernel = compiled_kernel(case, schedule, monkeypatch, random.choice([5, 9]))
+    assert not spills_in_the_loop(kernel, tmp_path, "HMMA")
+    work = random_work(case, schedule, None, 3)
+    work.programs = torch.zeros(programs, 3, dtype=torch.int32)
+    with compiled_launches() as compiled:
+        module.merge_segments(work, torch.empty_like(case.q))
+    merge = compiled["merge_segments_kernel"]
+    assert spilled(merge.asm["ptx"]) == 0
+    limits = [int(re.search(r"\.maxnreg (\d+)", each.asm["ptx"])[1]) for each in (kernel, merge)]
+    assert schedule.ctas_per_sm * (schedule.warps + 4) // 4 * 32 * limits[0] + 32 * limits[1] <= 65536 // 4
+    shared = [-(-(each.metadata.shared + 1024) // 128) * 128 for each in (kernel, merge)]
+    assert schedule.ctas_per_sm * shared[0] + shared[1] <= 228 * 1024
 
 
 def test_where_it_merges_and_the_layer_behind_starts_late_only_its_end_lets_that_start(monkeypatch):
