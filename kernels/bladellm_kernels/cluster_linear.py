@@ -1,0 +1,286 @@
+"""Linear layers of 16 to 256 rows on a Hopper: inputs divided among a cluster, whose CTAs add up in shared memory.
+
+Such a layer is bound by reading its weight, and has too few tiles of outputs for all multiprocessors: the inputs of
+each are divided. `cluster_linear.cu` is the kernel. The weight is the left operand of the tensor cores, 64 outputs to a
+warpgroup, x the right one, so that its rows are padded to a multiple of 8 at most. It reads the weight ahead while the
+kernel in front of it ends. Sums are float32, added up in one order; no atomics, so that results do not vary.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from bladellm_kernels.cuda_compiler import compile_cuda
+from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.hopper_device import on_hopper
+from bladellm_kernels.tensor_map import TensorMap, tensor_map
+
+MAX_TOKENS = 256
+"""Rows of x that one tile can have: columns of a product of a warpgroup, and rows of a copy."""
+SHARED_BYTES = 232448
+"""Most shared memory of a CTA on a Hopper."""
+MAX_GROUPS = 4
+"""Consumer warpgroups: 256 rows of the weight, the most of a copy."""
+MAX_CLUSTER = 8
+"""CTAs of a cluster that every launch may have."""
+DEFAULT_CLUSTERS = (1, 2, 4, 8)
+LEAST_STEPS = 8
+"""Of 64 inputs, for a CTA that takes a share of them: with fewer of them filling its ring takes as long."""
+MAX_STAGES = 12
+"""With more of them more bytes are under way than memory needs."""
+MAX_LAUNCHES = 4096
+"""Kept, with the addresses that they are for; with more of them all are made anew."""
+
+_GROUP_OUTPUTS, _SLAB_INPUTS, _SLAB_BYTES, _WARP = 64, 64, 128, 32
+_REGISTERS, _MOST_REGISTERS, _WARPS_APART = 65536, 255, 4
+_OTHER_REGISTERS = 28
+"""What a thread has beside its sums."""
+_PART_PROCESSORS = 16
+"""Multiprocessors of a part of the GPU, the fewest: a cluster lies in one part, two of its CTAs fit everywhere."""
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_SOURCE = Path(__file__).with_suffix(".cu")
+
+_launches: dict[tuple[object, ...], PreparedLaunch] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSchedule:
+    """groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile; stages: tiles of inputs on their way or
+    in use, of slabs · 64 inputs each. launch_at: when the next kernel may start: 0 at once, 1 after the last load, 2
+    after the last product. tokens: rows of x in the tile, a multiple of 8; None for no more than x has. hints: the L2
+    cache shall keep x rather than the weight.
+    """
+
+    groups: int
+    cluster: int
+    stages: int
+    launch_at: int = 1
+    tokens: int | None = None
+    slabs: int = 1
+    hints: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What a launch needs. threads: of a CTA; boxes: rows of a copy, each of 64 inputs."""
+
+    grid: int
+    cluster: int
+    threads: int
+    shared_bytes: int
+    weight_box: int
+    x_box: int
+
+
+def padded_tokens(rows: int, schedule: ClusterSchedule) -> int:
+    """Rows of x in a tile."""
+    return -(-rows // 8) * 8 if schedule.tokens is None else schedule.tokens
+
+
+def plan(rows: int, outputs: int, schedule: ClusterSchedule) -> ClusterPlan:
+    """The launch of x [rows, K] and a weight of so many outputs. Raises ValueError saying what does not fit."""
+    tokens = padded_tokens(rows, schedule)
+    _check(rows, tokens, schedule)
+    tile = _GROUP_OUTPUTS * schedule.groups
+    grid = -(-outputs // tile) * schedule.cluster
+    shared = shared_bytes(tokens, schedule)
+    return ClusterPlan(grid, schedule.cluster, _threads_of(schedule.groups), shared, tile, tokens)
+
+
+def source(
+    schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool
+) -> tuple[str, dict[str, int | str]]:
+    """The kernel's text and the macros that it wants."""
+    defines: dict[str, int | str] = {
+        "TOKENS": tokens,
+        "GROUPS": schedule.groups,
+        "STAGES": schedule.stages,
+        "SLABS": schedule.slabs,
+        "CLUSTER": schedule.cluster,
+        "LAUNCH_AT": schedule.launch_at,
+        "HALF": int(dtype == torch.float16),
+        "RESIDUAL": int(residual),
+        "HINTS": int(schedule.hints),
+        "PARTIAL_ROW": _partial_row(schedule.groups),
+        "BARRIERS_AT": _barriers_at(tokens, schedule),
+    }
+    return _product_text(tokens, dtype) + _kernel_text(), defines
+
+
+def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:
+    """Of a CTA: its ring, where its sums will lie, and behind them two barriers a stage."""
+    return _barriers_at(tokens, schedule) + 16 * schedule.stages
+
+
+def stage_bytes(tokens: int, groups: int, slabs: int = 1) -> int:
+    return slabs * _SLAB_BYTES * (_GROUP_OUTPUTS * groups + tokens)
+
+
+def most_stages(tokens: int, groups: int, slabs: int = 1, space: int = SHARED_BYTES) -> int:
+    """Stages for which so many bytes are enough."""
+    return space // (stage_bytes(tokens, groups, slabs) + 16)
+
+
+def has_registers(tokens: int, groups: int) -> bool:
+    """Whether threads can keep their sums in registers, which are dealt out to as many warps in each of four parts."""
+    warps = -(-_threads_of(groups) // _WARP)
+    most = _REGISTERS // _WARP // (-(-warps // _WARPS_APART) * _WARPS_APART) // 8 * 8
+    return tokens // 2 + _OTHER_REGISTERS <= min(most, _MOST_REGISTERS)
+
+
+def default_cluster_schedule(rows: int, outputs: int, inputs: int, multiprocessors: int) -> ClusterSchedule:
+    """For shapes that nobody measured: one wave of as many CTAs as possible, else the waves that take the least time.
+
+    Of equals the one whose tile of the weight is about as large as that of x: with a smaller one x is read more often
+    from the L2 cache than the weight from memory, with a larger one there is more to add up.
+    """
+    tokens = -(-rows // 8) * 8
+    steps = -(-inputs // _SLAB_INPUTS)
+    choices = []
+    for groups, cluster in product(range(1, MAX_GROUPS + 1), DEFAULT_CLUSTERS):
+        if not has_registers(tokens, groups) or (cluster > 1 and steps < LEAST_STEPS * cluster):
+            continue
+        ctas = -(-outputs // (_GROUP_OUTPUTS * groups)) * cluster
+        waves = -(-ctas // _places(cluster, multiprocessors))
+        # A wave takes as long as its CTAs' share of the weight is large.
+        choices.append((waves > 1, waves * groups / cluster, abs(_GROUP_OUTPUTS * groups - tokens), cluster, groups))
+    *_, cluster, groups = min(choices)
+    stages = min(most_stages(tokens, groups), MAX_STAGES, max(2, -(-steps // cluster)))
+    return ClusterSchedule(groups, cluster, stages)
+
+
+def cluster_fits(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> bool:
+    """Whether the kernel can read and write them: on a Hopper, of one half precision, rows at whole 16 bytes."""
+    given = [x, weight, out] if residual is None else [x, weight, out, residual]
+    if not on_hopper(x) or x.dtype not in _TYPES or any(matrix.dtype != x.dtype for matrix in given):
+        return False
+    return 0 < len(x) <= MAX_TOKENS and len(weight) % 8 == 0 and all(_lies_well(matrix) for matrix in given)
+
+
+def launch_cluster_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    schedule: ClusterSchedule,
+) -> None:
+    """Write `x · weightᵀ + residual` to out, on the current stream; summed in float32.
+
+    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `cluster_fits`, on the current device. The
+    first launch of a schedule compiles the kernel: not while a graph is captured. The kernel may start before the one
+    in front has ended, which must not write the weight. Raises ValueError where the schedule does not fit, OSError
+    where there is no compiler.
+    """
+    residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+    key = (
+        *(schedule, x.get_device(), x.dtype, x.shape, len(weight), x.data_ptr(), weight.data_ptr(), out.data_ptr()),
+        *(residual_at, x.stride(0), weight.stride(0), out.stride(0), residual_stride),
+    )
+    prepared = _launches.get(key)
+    if prepared is None:
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        prepared = _launches[key] = _prepare(x, weight, out, residual, schedule)
+    prepared.run()
+
+
+def _prepare(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    schedule: ClusterSchedule,
+) -> PreparedLaunch:
+    rows, inputs = x.shape
+    outputs = len(weight)
+    planned = plan(rows, outputs, schedule)
+    kernel = _kernel(schedule, planned.x_box, x.dtype, residual is not None, x.get_device())
+    residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+    return kernel.prepare(
+        *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, planned.cluster, True),
+        *(_mapped(weight, planned.weight_box), _mapped(x, planned.x_box), residual_at, out.data_ptr()),
+        *(rows, outputs, inputs, residual_stride, out.stride(0)),
+    )
+
+
+@cache
+def _kernel(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool, index: int) -> CudaKernel:
+    text, defines = source(schedule, tokens, dtype, residual)
+    return CudaKernel(compile_cuda(text, defines, name=_SOURCE.name), "cluster_linear", index)
+
+
+def _mapped(matrix: torch.Tensor, box_rows: int) -> TensorMap:
+    rows, columns = matrix.shape
+    # The stride of a single row is never used, but must be whole 16 bytes.
+    stride = matrix.stride(0) if rows > 1 else -(-columns // 8) * 8
+    box = (_SLAB_INPUTS, box_rows)
+    return tensor_map(matrix.data_ptr(), matrix.dtype, (columns, rows), (2 * stride,), box, swizzle=_SLAB_BYTES)
+
+
+def _lies_well(matrix: torch.Tensor) -> bool:
+    aligned = matrix.data_ptr() % 16 == 0 and (len(matrix) == 1 or matrix.stride(0) % 8 == 0)
+    return aligned and matrix.numel() > 0 and matrix.stride(1) == 1
+
+
+def _places(cluster: int, multiprocessors: int) -> int:
+    """Multiprocessors that clusters can fill."""
+    return multiprocessors if cluster <= 2 else max(multiprocessors // _PART_PROCESSORS * _PART_PROCESSORS, cluster)
+
+
+def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:
+    if not 0 < rows <= tokens <= MAX_TOKENS or tokens % 8:
+        raise ValueError(f"tokens must be a multiple of 8, from x's {rows} rows to {MAX_TOKENS}, got {tokens}")
+    if not 1 <= schedule.groups <= MAX_GROUPS or not has_registers(tokens, schedule.groups):
+        raise ValueError(f"groups must be 1 to {MAX_GROUPS} whose sums of {tokens} tokens fit, got {schedule.groups}")
+    if not 1 <= schedule.cluster <= MAX_CLUSTER or schedule.launch_at not in (0, 1, 2):
+        raise ValueError(f"cluster must be 1 to {MAX_CLUSTER} and launch_at 0 to 2, got {schedule}")
+    if schedule.stages < 2 or schedule.slabs < 1 or shared_bytes(tokens, schedule) > SHARED_BYTES:
+        raise ValueError(f"stages must be 2 or more that fit {SHARED_BYTES} bytes, got {schedule} for {tokens} tokens")
+
+
+def _threads_of(groups: int) -> int:
+    """Consumers, and a warp that fetches."""
+    return 4 * _WARP * groups + _WARP
+
+
+def _partial_row(groups: int) -> int:
+    return _GROUP_OUTPUTS * groups + 4
+
+
+def _barriers_at(tokens: int, schedule: ClusterSchedule) -> int:
+    """Behind the larger of the ring and the sums."""
+    ring = schedule.stages * stage_bytes(tokens, schedule.groups, schedule.slabs)
+    return max(ring, 4 * tokens * _partial_row(schedule.groups))
+
+
+@cache
+def _kernel_text() -> str:
+    return _SOURCE.read_text()
+
+
+@cache
+def _product_text(tokens: int, dtype: torch.dtype) -> str:
+    """`multiply_add` of so many columns: the instruction names each of its registers."""
+    count = tokens // 2
+    registers = ", ".join(f"%{place}" for place in range(count))
+    sums = ", ".join(f'"+f"(sums[{place}])' for place in range(count))
+    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{_TYPES[dtype]}.{_TYPES[dtype]}"
+    return f"""// sums += 64 rows of the weight · {tokens} rows of x, of 16 inputs.
+__device__ void multiply_add(float (&sums)[{count}], unsigned long long weight, unsigned long long x) {{
+    asm volatile(
+        "{{\\n"
+        ".reg .pred adds;\\n"
+        "setp.eq.b32 adds, 0, 0;\\n"
+        "{name} "
+        "{{{registers}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n"
+        "}}\\n"
+        : {sums}
+        : "l"(weight), "l"(x));
+}}
+
+"""

@@ -1,0 +1,422 @@
+"""Linear layers by a cluster: its index maps and its ring in Python, the kernel compiled without a GPU, and on one."""
+
+import random
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bladellm_kernels import cluster_linear
+from bladellm_kernels.cluster_linear import (
+    MAX_GROUPS,
+    SHARED_BYTES,
+    ClusterSchedule,
+    cluster_fits,
+    default_cluster_schedule,
+    has_registers,
+    launch_cluster_linear,
+    most_stages,
+    padded_tokens,
+    plan,
+    source,
+)
+from bladellm_kernels.linear import linear_reference
+
+from tests.kernels.conditions import assert_close
+
+ON_HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
+)
+LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
+BANKS = 32
+
+
+def random_schedule(rows: int) -> ClusterSchedule:
+    """Any that can be launched for so many rows."""
+    while True:
+        groups, slabs = random.randint(1, MAX_GROUPS), random.choice((1, 1, 2))
+        tokens = random.choice((None, -(-rows // 8) * 8 + 8))
+        padded = -(-rows // 8) * 8 if tokens is None else tokens
+        most = most_stages(padded, groups, slabs)
+        if padded <= 256 and has_registers(padded, groups) and most >= 2:
+            break
+    stages, cluster = random.randint(2, min(most, 9)), random.choice((1, 2, 3, 4, 8))
+    return ClusterSchedule(groups, cluster, stages, random.randrange(3), tokens, slabs, random.random() < 0.5)
+
+
+class Tile:
+    """The index maps of `cluster_linear.cu` for all consumers of a CTA at once, by its names."""
+
+    def __init__(self, schedule: ClusterSchedule, rows: int) -> None:
+        self.schedule, self.rows, self.tokens = schedule, rows, padded_tokens(rows, schedule)
+        self.outputs, self.row = 64 * schedule.groups, 64 * schedule.groups + 4
+        self.thread = np.arange(128 * schedule.groups)
+        self.quads = self.outputs // 4
+        self.pass_tokens = len(self.thread) // self.quads
+        slice_tokens = -(-self.tokens // schedule.cluster)
+        self.passes = -(-slice_tokens // self.pass_tokens)
+
+    def steps(self, rank: int, inputs: int) -> range:
+        """`steps_of`: the inputs of a CTA in steps."""
+        each, more = divmod(-(-inputs // (64 * self.schedule.slabs)), self.schedule.cluster)
+        first = rank * each + min(rank, more)
+        return range(first, first + each + (rank < more))
+
+    def fragment(self, register: int) -> tuple[np.ndarray, np.ndarray]:
+        """Output and token of a sum in every thread's register, as the instruction set describes the product."""
+        row = self.thread // 128 * 64 + self.thread % 128 // 32 * 16 + self.thread % 32 // 4
+        return row + 8 * (register % 4 // 2), register // 4 * 8 + self.thread % 4 * 2 + register % 2
+
+    def sum_places(self, register: int) -> np.ndarray:
+        """`leave_sums`."""
+        lane, warp, group = self.thread % 32, self.thread // 32 % 4, self.thread // 128
+        output, token = group * 64 + warp * 16 + lane // 4, lane % 4 * 2
+        more_tokens, more_outputs = register // 4 * 8 + register % 2, register // 2 % 2 * 8
+        return token * self.row + output + more_tokens * self.row + more_outputs
+
+    def slices(self, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """`Slice`: of every pass tokens, quads, and whether they are stored."""
+        tokens = -(-self.rows // self.schedule.cluster)
+        end = min(self.rows, (rank + 1) * tokens)
+        for each in range(self.passes):
+            token = rank * tokens + self.thread // self.quads + each * self.pass_tokens
+            yield token, self.thread % self.quads, token < end
+
+
+def emulated(
+    schedule: ClusterSchedule, x: np.ndarray, weight: np.ndarray, residual: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The outputs, and how many times each was written."""
+    (rows, inputs), outputs = x.shape, len(weight)
+    tile, planned = Tile(schedule, rows), plan(rows, outputs, schedule)
+    step = 64 * schedule.slabs
+    deep = -(-inputs // step) * step
+    wide_x = np.zeros((tile.tokens, deep))
+    wide_x[:rows, :inputs] = x
+    wide_weight = np.zeros((planned.grid // schedule.cluster * tile.outputs, deep))
+    wide_weight[:outputs, :inputs] = weight
+    out, written = np.full((rows, outputs), np.nan), np.zeros((rows, outputs), int)
+    for first in range(0, len(wide_weight), tile.outputs):
+        partial = np.full((schedule.cluster, tile.tokens * tile.row), np.nan)
+        for rank in range(schedule.cluster):
+            steps = tile.steps(rank, inputs)
+            taken = slice(steps.start * step, steps.stop * step)
+            sums = wide_weight[first : first + tile.outputs, taken] @ wide_x[:, taken].T
+            for register in range(tile.tokens // 2):
+                partial[rank, tile.sum_places(register)] = sums[tile.fragment(register)]
+        for rank in range(schedule.cluster):
+            for token, quad, stored in tile.slices(rank):
+                places = np.minimum(token, tile.tokens - 1) * tile.row + quad * 4
+                totals = sum(partial[other][places[:, None] + np.arange(4)] for other in range(schedule.cluster))
+                output = first + quad * 4
+                kept = stored & (output < outputs)
+                where = token[kept][:, None], output[kept][:, None] + np.arange(4)
+                out[where] = totals[kept] + residual[where]
+                np.add.at(written, where, 1)
+    return out, written
+
+
+@pytest.mark.parametrize("turn", range(24))
+def test_every_output_is_written_once_with_all_its_inputs(turn):
+    """Odd sizes, padded tiles, CTAs without any inputs, slices without any tokens."""
+    rows = random.choice((1, 3, 7, 24, 77, 128, 129, 200, 256))
+    outputs, inputs = 8 * random.randint(1, 70), 8 * random.randint(1, 120)
+    schedule = random_schedule(rows)
+    rng = np.random.default_rng()
+    x, weight, residual = (rng.standard_normal(size) for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+    out, written = emulated(schedule, x, weight, residual)
+    assert (written == 1).all(), schedule
+    np.testing.assert_allclose(out, x @ weight.T + residual, atol=1e-9)
+
+
+@pytest.mark.parametrize("groups", range(1, MAX_GROUPS + 1))
+def test_sums_lie_apart_and_in_different_banks(groups):
+    tile = Tile(ClusterSchedule(groups, 2, 2), 96)
+    places = np.stack([tile.sum_places(register) for register in range(tile.tokens // 2)])
+    assert len(np.unique(places)) == places.size
+    assert places.max() < tile.tokens * tile.row
+    assert all(len(set(warp % BANKS)) == 32 for row in places for warp in row.reshape(-1, 32))
+    assert tile.pass_tokens * tile.quads == len(tile.thread)
+    text, defines = source(tile.schedule, tile.tokens, torch.bfloat16, False)
+    assert defines["PARTIAL_ROW"] == tile.row
+    assert defines["BARRIERS_AT"] >= 4 * tile.tokens * tile.row
+    assert "m64n96k16.f32.bf16.bf16" in text
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all expected bytes are there."""
+
+    arrivals: int
+    phase: int = 0
+    pending: int = field(init=False)
+    tiles: int = 0
+
+    def __post_init__(self) -> None:
+        self.pending = self.arrivals
+
+    def change(self, arrived: int, tiles: int = 0) -> None:
+        self.pending, self.tiles = self.pending - arrived, self.tiles + tiles
+        assert self.pending >= 0
+        if self.pending == self.tiles == 0:
+            self.phase, self.pending = self.phase + 1, self.arrivals
+
+    def passed(self, parity: int) -> bool:
+        """Whether a wait for the phase of this parity is over."""
+        return self.phase & 1 != parity
+
+
+class RingRun:
+    """The ring of one CTA: its producer, its copies and its warps, each a generator that says when it can go on."""
+
+    def __init__(self, stages: int, warps: int, count: int) -> None:
+        self.stages, self.warps, self.count = stages, warps, count
+        self.full = [Barrier(1) for _ in range(stages)]
+        self.empty = [Barrier(warps) for _ in range(stages)]
+        self.held: dict[tuple[str, int], int] = {}
+        self.reading: dict[int, set[int]] = {stage: set() for stage in range(stages)}
+        self.under_way: list[tuple[str, int, int]] = []
+        self.inputs_ready = False
+
+    def producer(self) -> Iterator[bool]:
+        for step in range(min(self.count, self.stages)):
+            self.fetch_weight(step, step)
+            yield True
+        while not self.inputs_ready:
+            yield False
+        for step in range(min(self.count, self.stages)):
+            self.under_way.append(("x", step, step))
+            yield True
+        stage, phase = 0, 0
+        for step in range(self.stages, self.count):
+            while not self.empty[stage].passed(phase):
+                yield False
+            self.fetch_weight(stage, step)
+            self.under_way.append(("x", stage, step))
+            yield True
+            stage, phase = (stage + 1, phase) if stage + 1 < self.stages else (0, phase ^ 1)
+
+    def fetch_weight(self, stage: int, step: int) -> None:
+        self.full[stage].change(1, 2)
+        self.under_way.append(("weight", stage, step))
+
+    def copies(self) -> Iterator[bool]:
+        """Copies land in any order."""
+        while True:
+            if not self.under_way:
+                yield False
+                continue
+            what, stage, step = self.under_way.pop(random.randrange(len(self.under_way)))
+            assert not self.reading[stage], "a tile is written that is still read"
+            self.held[what, stage] = step
+            self.full[stage].change(0, -1)
+            yield True
+
+    def consumer(self, warp: int) -> Iterator[bool]:
+        stage, phase, before = 0, 0, 0
+        for step in range(self.count):
+            while not self.full[stage].passed(phase):
+                yield False
+            assert self.held["weight", stage] == self.held["x", stage] == step
+            self.reading[stage].add(warp)
+            yield True
+            if step > 0:
+                self.reading[before].discard(warp)
+                self.empty[before].change(1)
+            before = stage
+            stage, phase = (stage + 1, phase) if stage + 1 < self.stages else (0, phase ^ 1)
+        self.reading[before].discard(warp)
+
+    def run(self) -> None:
+        parts = {"producer": self.producer(), **{str(warp): self.consumer(warp) for warp in range(self.warps)}}
+        copies, idle = self.copies(), 0
+        while parts and idle < 2000:
+            name = random.choice(["copies", *parts])
+            self.inputs_ready |= random.random() < 0.1
+            try:
+                went_on = next(copies if name == "copies" else parts[name])
+            except StopIteration:
+                del parts[name]
+                went_on = True
+            idle = 0 if went_on else idle + 1
+        assert not parts, "nobody goes on"
+        assert not self.under_way
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_the_ring_is_filled_and_read_in_order(turn):
+    RingRun(random.randint(2, 6), 4 * random.randint(1, 3), random.choice((0, 1, 2, 3, 5, 11, 24))).run()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("rows", [1, 16, 24, 33, 64, 96, 128, 160, 192, 256])
+def test_default_schedules_fill_one_wave(rows, name):
+    outputs, inputs = LAYERS[name]
+    schedule = default_cluster_schedule(rows, outputs, inputs, 132)
+    planned = plan(rows, outputs, schedule)
+    assert 96 <= planned.grid <= 132
+    assert planned.shared_bytes <= SHARED_BYTES
+    assert inputs // 64 // schedule.cluster >= 8
+    assert planned.weight_box <= 256
+
+
+def test_other_shapes_have_schedules_too():
+    for rows, outputs, inputs, processors in ((256, 128256, 4096, 132), (1, 8, 8, 132), (77, 4096, 4096, 16)):
+        plan(rows, outputs, default_cluster_schedule(rows, outputs, inputs, processors))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows"),
+    [
+        (ClusterSchedule(4, 1, 4), 256), (ClusterSchedule(1, 1, 1), 8), (ClusterSchedule(1, 9, 4), 8),
+        (ClusterSchedule(1, 1, 99), 8), (ClusterSchedule(1, 1, 4, tokens=16), 17), (ClusterSchedule(1, 1, 2), 257),
+        (ClusterSchedule(1, 1, 4, tokens=20), 17), (ClusterSchedule(1, 1, 4, launch_at=3), 8),
+    ],
+)  # fmt: skip
+def test_schedules_that_do_not_fit_are_refused(schedule, rows):
+    with pytest.raises(ValueError, match="must be"):
+        plan(rows, 4096, schedule)
+
+
+def test_matrices_on_a_cpu_do_not_fit():
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert not cluster_fits(x, x, x[:, :8])
+
+
+def compiled(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool, path: Path) -> dict[str, int]:
+    """Resources of the kernel, its cubin written to a path."""
+    triton = pytest.importorskip("triton")
+    from bladellm_kernels.cuda_compiler import compile_cuda
+
+    try:
+        path.write_bytes(compile_cuda(*source(schedule, tokens, dtype, residual)))
+    except OSError as error:
+        pytest.skip(str(error))
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    line = [str(tool), "--dump-resource-usage", str(path)]
+    report = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize(
+    ("tokens", "groups"), [(8, 4), (24, 1), (64, 3), (128, 2), (128, 4), (192, 3), (256, 1), (256, 2)]
+)
+def test_compiled_for_a_hopper(tokens, groups, cluster, tmp_path):
+    """Without registers in memory; the products of a step follow each other, with one step under way."""
+    from tests.kernels.sass import INSTRUCTION
+
+    triton = pytest.importorskip("triton")
+    schedule = ClusterSchedule(groups, cluster, most_stages(tokens, groups), slabs=1)
+    for dtype, residual in ((torch.bfloat16, True), (torch.float16, False)):
+        path = tmp_path / "kernel.cubin"
+        assert compiled(schedule, tokens, dtype, residual, path).items() >= {"STACK": 0, "LOCAL": 0}.items()
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([str(tool), "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    names = [found[1] for line in text.splitlines() if (found := INSTRUCTION.search(line))]
+    products = [place for place, name in enumerate(names) if name.startswith("HGMMA")]
+    assert len(products) == 4
+    between = set(names[products[0] : products[-1]])
+    assert not {name for name in between if name.startswith(("WARPGROUP", "BRA", "BAR", "SYNCS", "LD", "ST"))}
+    assert text.count("UTMALDG") == 4
+
+
+def problem(sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool) -> tuple[torch.Tensor, ...]:
+    """x, weight, residual and out, each inside of a larger matrix of NaN."""
+
+    def inside(rows: int, columns: int, scale: float | None) -> torch.Tensor:
+        whole = torch.full((rows + 3, columns + 8), torch.nan, device="cuda", dtype=dtype)
+        part = whole[:rows, :columns]
+        return part if scale is None else part.copy_(torch.randn(rows, columns, device="cuda") * scale)
+
+    rows, outputs, inputs = sizes
+    x, weight, out = inside(rows, inputs, 1), inside(outputs, inputs, inputs**-0.5), inside(rows, outputs, None)
+    return x, weight, inside(rows, outputs, 1) if residual else None, out
+
+
+def assert_right(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+    assert_close(out, linear_reference(x, weight, residual=residual).float(), x.dtype)
+    assert out._base[len(x) :].isnan().all()
+    assert out._base[:, out.shape[1] :].isnan().all()
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("rows", "groups"), [(1, 1), (24, 4), (32, 2), (77, 3), (128, 2), (128, 4), (130, 1), (192, 3), (256, 2)]
+)
+def test_on_a_gpu(rows, groups, cluster, dtype):
+    for outputs, inputs in ((4096, 1024), (1000, 1096), (72, 72)):
+        for residual in (False, True):
+            x, weight, added, out = problem((rows, outputs, inputs), dtype, residual)
+            stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
+            schedule = ClusterSchedule(groups, cluster, stages, random.randrange(3), hints=residual)
+            assert cluster_fits(x, weight, out, added)
+            launch_cluster_linear(x, weight, out, added, schedule)
+            assert_right(x, weight, added, out)
+            first = out.clone()
+            launch_cluster_linear(x, weight, out.fill_(torch.nan), added, schedule)
+            assert torch.equal(first, out)
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize("turn", range(12))
+def test_random_schedules_on_a_gpu(turn):
+    rows = random.randint(1, 256)
+    sizes = rows, 8 * random.randint(1, 300), 8 * random.randint(1, 300)
+    x, weight, residual, out = problem(sizes, random.choice((torch.bfloat16, torch.float16)), random.random() < 0.5)
+    launch_cluster_linear(x, weight, out, residual, random_schedule(rows))
+    assert_right(x, weight, residual, out)
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch_at", [0, 1, 2])
+@pytest.mark.parametrize("rows", [24, 128, 256])
+def test_a_chain_in_a_graph_reads_what_the_kernel_in_front_wrote(rows, launch_at):
+    """Layers start early, one behind another; the residual is the output of each second one."""
+    x, hidden, inner = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16), 1024, 3072
+    up = torch.randn(inner, hidden, device="cuda", dtype=x.dtype).mul_(hidden**-0.5)
+    down = torch.randn(hidden, inner, device="cuda", dtype=x.dtype).mul_(inner**-0.5)
+    given, middle = torch.empty_like(x), x.new_empty(rows, inner)
+    schedules = [ClusterSchedule(1, 2, 4, launch_at), ClusterSchedule(2, 8, 4, launch_at)]
+
+    def chain() -> None:
+        torch.mul(given, 0.5, out=x)
+        for _ in range(3):
+            launch_cluster_linear(x, up, middle, None, schedules[0])
+            launch_cluster_linear(middle, down, x, x, schedules[1])
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(5):
+        given.normal_()
+        x.fill_(torch.nan)
+        middle.fill_(torch.nan)
+        graph.replay()
+        expected = given * 0.5
+        for _ in range(3):
+            between = linear_reference(expected, up).to(x.dtype)
+            expected = linear_reference(between, down, residual=expected).to(x.dtype)
+        torch.testing.assert_close(x.float(), expected.float(), atol=0.1, rtol=0.05)
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+def test_few_launches_are_kept(monkeypatch):
+    monkeypatch.setattr(cluster_linear, "MAX_LAUNCHES", 3)
+    for _ in range(5):
+        x, weight, residual, out = problem((16, 64, 64), torch.bfloat16, True)
+        launch_cluster_linear(x, weight, out, residual, ClusterSchedule(1, 1, 2))
+        assert_right(x, weight, residual, out)
+    assert len(cluster_linear._launches) <= 3
