@@ -1,7 +1,8 @@
-"""Counts the Triton kernels that this process compiles, and those it compiles when it should not: after ready.
+"""Counts the kernels, Triton's and those in CUDA C++, that this process compiles, and those it compiles when it should
+not: after ready.
 
-A kernel taken from Triton's on-disk cache counts as well: it stalls the step that first needs it, and on a machine with
-an empty cache it would have been compiled there.
+A kernel taken from a cache on disk counts as well: it stalls the step that first needs it, and on a machine with an
+empty cache it would have been compiled there.
 """
 
 import logging
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from bladellm_kernels import cuda_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class KernelCompiles:
         with self._lock:
             if not self._watching:
                 self._watching = True
+                cuda_compiler.listener = self.note_cubin
                 self._before, knobs.compilation.listener = knobs.compilation.listener, self.note
 
     @contextmanager
@@ -50,25 +54,35 @@ class KernelCompiles:
 
     def note(self, *, src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool, **more: Any) -> None:
         """Count a kernel; triton calls it for each one it compiles or takes from its cache. `times` is in µs."""
-        with self._lock:
-            self.loaded += cache_hit
-            self.compiled += not cache_hit
-            self.seconds += 0.0 if cache_hit else times.total / 1e6
-            late = not self._expecting
-            if late:
-                self.late_names.append(src.name)
-            else:
-                self.seen.append((src, metadata))
-        if late:
-            logger.log(
-                logging.WARNING if self.late == 1 else logging.DEBUG,
-                "kernel %s was compiled after the start; later ones are only counted (kernel_compiles_after_ready)",
-                src.name,
-            )
+        late = self._count(src.name, cache_hit, times.total / 1e6)
+        if not late:
+            self.seen.append((src, metadata))
+        else:
             what = [getattr(src, part, {}) for part in ("signature", "constants", "attrs")]
             logger.debug("kernel %s was compiled for %s, %s, %s", src.name, *what)
         if self._before is not None:
             self._before(src=src, metadata=metadata, times=times, cache_hit=cache_hit, **more)
+
+    def note_cubin(self, name: str, found: bool, seconds: float) -> None:
+        """The same of a source in CUDA C++."""
+        self._count(name, found, seconds)
+
+    def _count(self, name: str, found: bool, seconds: float) -> bool:
+        """Whether the kernel comes after ready."""
+        with self._lock:
+            self.loaded += found
+            self.compiled += not found
+            self.seconds += 0.0 if found else seconds
+            late = not self._expecting
+            if late:
+                self.late_names.append(name)
+        if late:
+            logger.log(
+                logging.WARNING if self.late == 1 else logging.DEBUG,
+                "kernel %s was compiled after the start; later ones are only counted (kernel_compiles_after_ready)",
+                name,
+            )
+        return late
 
     @property
     def late(self) -> int:
@@ -77,7 +91,7 @@ class KernelCompiles:
 
     def summary(self) -> str:
         """What was compiled so far, in one line."""
-        return f"{self.compiled} kernels compiled in {self.seconds:.1f} s, {self.loaded} found in Triton's cache"
+        return f"{self.compiled} kernels compiled in {self.seconds:.1f} s, {self.loaded} found in caches on disk"
 
 
 KERNEL_COMPILES = KernelCompiles()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.linear import linear, linear_silu_mul
+from bladellm_kernels.linear import adds_residual, linear, linear_silu_mul
 from bladellm_kernels.linear_schedules import MAX_ROWS, may_apply_gate
 from bladellm_kernels.normed_linear import (
     linear_add,
@@ -116,8 +116,8 @@ class Linear(LinearLayer):
         return linear_silu_mul(x, self.weight, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
-        # cuBLAS takes no bias beside the residual.
-        if self.bias is not None or not by_cublas(x):
+        # Neither cuBLAS nor clusters take a bias beside the residual.
+        if self.bias is not None or not (by_cublas(x) or adds_residual(x, self.weight)):
             return False
         linear(x, self.weight, out=residual, residual=residual)
         return True

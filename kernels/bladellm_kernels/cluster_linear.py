@@ -16,6 +16,7 @@ import torch
 from bladellm_kernels.cuda_compiler import compile_cuda
 from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
 from bladellm_kernels.hopper_device import on_hopper
+from bladellm_kernels.linear_schedules import ClusterSchedule
 from bladellm_kernels.tensor_map import TensorMap, tensor_map
 
 MAX_TOKENS = 256
@@ -44,23 +45,6 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 _launches: dict[tuple[object, ...], PreparedLaunch] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSchedule:
-    """groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile; stages: tiles of inputs on their way or
-    in use, of slabs · 64 inputs each. launch_at: when the next kernel may start: 0 at once, 1 after the last load, 2
-    after the last product. tokens: rows of x in the tile, a multiple of 8; None for no more than x has. hints: the L2
-    cache shall keep x rather than the weight.
-    """
-
-    groups: int
-    cluster: int
-    stages: int
-    launch_at: int = 1
-    tokens: int | None = None
-    slabs: int = 1
-    hints: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import hashlib
 import importlib.util
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
@@ -41,8 +42,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 """Arguments of the functions in use; all of them return a status, 0 where it went well."""
 
-_counts = {"compiled": 0, "found": 0}
-_lock = threading.Lock()
+listener: Callable[[str, bool, float], None] | None = None
+"""Told of every cubin that a process makes or finds on the disk: its source's name, whether it was found, seconds."""
 
 
 class CudaCompilerError(RuntimeError):
@@ -120,22 +121,15 @@ def compile_cuda(
     options = (f"--gpu-architecture={architecture}", *OPTIONS, *macros)
     key = hashlib.sha256(repr((source, options, name, compiler.version)).encode()).hexdigest()
     path = cubin_folder() / f"{key}.cubin"
+    started = time.perf_counter()
     cubin = _read_cubin(path)
-    _count("compiled" if cubin is None else "found")
+    found = cubin is not None
     if cubin is None:
         cubin = compiler.compile(source, options, name)
         _write_cubin(path, cubin)
+    if listener is not None:
+        listener(name, found, time.perf_counter() - started)
     return cubin
-
-
-def compiled_count() -> int:
-    """How many sources this process compiled, or tried to."""
-    return _counts["compiled"]
-
-
-def found_count() -> int:
-    """How many cubins this process took from the disk."""
-    return _counts["found"]
 
 
 @cache
@@ -187,11 +181,6 @@ def _complaint(log: str) -> str:
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip(" ^~")]
     first = next((place for place, line in enumerate(lines) if "error" in line), 0)
     return "; ".join(lines[first : first + SHOWN_LINES])
-
-
-def _count(what: str) -> None:
-    with _lock:
-        _counts[what] += 1
 
 
 def _read_cubin(path: Path) -> bytes | None:

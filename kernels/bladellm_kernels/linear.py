@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from bladellm_kernels.cublaslt import multiply
 from bladellm_kernels.linear_schedules import (
     MAX_ROWS,
+    ClusterSchedule,
     CublasLtSchedule,
     LinearSchedule,
     Schedule,
@@ -75,6 +76,8 @@ def linear(
     schedule = schedule_for(x, weight, outputs=measured)
     if isinstance(schedule, CublasLtSchedule):
         return _by_algorithm(schedule, x, weight, bias, out, residual)
+    if isinstance(schedule, ClusterSchedule):
+        return _by_cluster(schedule, x, weight, bias, out, residual)
     if schedule is None:
         return _by_torch(x, weight, bias, out, residual)
     return _launch(schedule, x, weight, bias, out, residual, 1)
@@ -90,13 +93,18 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
         raise ValueError(f"weight must have as many rows for the gate as for the other half, got {weight.shape[0]}")
     check_arguments(x, weight, None, out, None, weight.shape[0] // 2)
     schedule = schedule_for(x, weight, gated=True)
-    if schedule is not None and not isinstance(schedule, CublasLtSchedule):
+    if schedule is not None and not isinstance(schedule, CublasLtSchedule | ClusterSchedule):
         return _launch(schedule, x, weight, None, out, None, 2)
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)
     if not _by_many_rows(x, weight, out):
         silu_mul(linear(x, weight), out=out)
     return out
+
+
+def adds_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `linear` of x and weight adds a residual in the kernel that it takes, of so few rows that cuBLAS does not."""
+    return len(x) <= MAX_ROWS and isinstance(schedule_for(x, weight), ClusterSchedule)
 
 
 def linear_reference(
@@ -189,6 +197,24 @@ def _by_algorithm(
     if multiply(schedule, x, weight, bias, residual, result):
         return result
     return _by_torch(x, weight, bias, result, residual)
+
+
+def _by_cluster(
+    schedule: ClusterSchedule,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """By CTAs that add up in shared memory, or as cuBLAS chooses where they cannot."""
+    from bladellm_kernels.cluster_linear import cluster_fits, launch_cluster_linear
+
+    result = x.new_empty(len(x), len(weight)) if out is None else out
+    if bias is not None or not cluster_fits(x, weight, result, residual):
+        return _by_torch(x, weight, bias, result, residual)
+    launch_cluster_linear(x, weight, result, residual, schedule)
+    return result
 
 
 def _by_torch(

@@ -107,15 +107,35 @@ class CublasLtSchedule:
             raise ValueError(f"algorithm must be {ALGORITHM_BYTES} bytes in hexadecimal, got {self.algorithm!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterSchedule:
+    """Tensor cores of a Hopper, inputs divided among a cluster of CTAs that add up in shared memory (`cluster_linear`).
+
+    groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile of outputs; stages: tiles of inputs on
+    their way or in use, of slabs · 64 inputs each. launch_at: when the next kernel may start: 0 at once, 1 after the
+    last load, 2 after the last product. tokens: rows of x in a tile, a multiple of 8; None for no more than x has.
+    hints: the L2 cache shall keep x rather than the weight.
+    """
+
+    groups: int
+    cluster: int
+    stages: int
+    launch_at: int = 1
+    tokens: int | None = None
+    slabs: int = 1
+    hints: bool = False
+
+
 _HALF_SHARED = 112 * 1024
 """Bytes of shared memory that programs of two kernels may take on an SM beside each other."""
 
 Schedule = GemvSchedule | DotSchedule | HopperSchedule
 """Of kernels of our own."""
 
-LinearSchedule = Schedule | CublasLtSchedule
+LinearSchedule = Schedule | CublasLtSchedule | ClusterSchedule
 KINDS: dict[str, type[Schedule]] = {"gemv": GemvSchedule, "dot": DotSchedule, "hopper": HopperSchedule}
-_STORED: dict[str, type[LinearSchedule]] = {**KINDS, "cublaslt": CublasLtSchedule}
+_STORED: dict[str, type[LinearSchedule]] = {**KINDS, "cublaslt": CublasLtSchedule, "cluster": ClusterSchedule}
+_WITHOUT_GATE = (CublasLtSchedule, ClusterSchedule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +220,8 @@ def load_table(path: Path) -> ScheduleTable:
         rows = [entry.rows for entry in entries[key]]
         if not rows or rows != sorted(set(rows)):
             raise ValueError(f"{path}, shape {key}: rows must ascend, got {rows}")
-        if shape["gated"] and any(isinstance(entry.schedule, CublasLtSchedule) for entry in entries[key]):
-            raise ValueError(f"{path}, shape {key}: cuBLASLt applies no gate")
+        if shape["gated"] and any(isinstance(entry.schedule, _WITHOUT_GATE) for entry in entries[key]):
+            raise ValueError(f"{path}, shape {key}: cuBLASLt and clusters apply no gate")
     return ScheduleTable(entries)
 
 

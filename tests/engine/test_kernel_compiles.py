@@ -25,12 +25,15 @@ def test_compiles_are_late_only_outside_of_a_start(caplog):
             with compiles.expected():
                 note(compiles, "two", cache_hit=True)
             note(compiles, "three", seconds=1.5)
-        assert (compiles.compiled, compiles.loaded, compiles.seconds, compiles.late) == (2, 1, 1.75, 0)
+            compiles.note_cubin("wide.cu", False, 0.25)
+        assert (compiles.compiled, compiles.loaded, compiles.seconds, compiles.late) == (3, 1, 2.0, 0)
         assert not caplog.records
         note(compiles, "four")
         note(compiles, "five", cache_hit=True)
+        compiles.note_cubin("tall.cu", True, 0.01)
         note(compiles, "six")
-    assert (compiles.compiled, compiles.loaded, compiles.late) == (4, 2, 3)
+    assert (compiles.compiled, compiles.loaded, compiles.seconds, compiles.late) == (5, 3, 2.5, 4)
+    assert compiles.late_names == ["four", "five", "tall.cu", "six"]
     [told] = caplog.records
     assert "kernel four was compiled after the start" in told.getMessage()
 

@@ -2,7 +2,7 @@
 
 import pytest
 from bladellm_kernels import cuda_compiler as module
-from bladellm_kernels.cuda_compiler import CudaCompilerError, compile_cuda, compiled_count, found_count
+from bladellm_kernels.cuda_compiler import CudaCompilerError, compile_cuda
 
 SOURCE = """\
 extern "C" __global__ void fill(int* out) {
@@ -23,10 +23,12 @@ def cubins(tmp_path, monkeypatch):
 
 
 def counts_of(*given) -> tuple[bytes, int, int]:
-    """The cubin, and by how much the counts of compiled and found ones grew."""
-    before = compiled_count(), found_count()
-    cubin = compile_cuda(*given)
-    return cubin, compiled_count() - before[0], found_count() - before[1]
+    """The cubin, and of how many compiled and found ones the listener was told."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "listener", lambda name, found, seconds: told.append(found))
+        cubin = compile_cuda(*given)
+    return cubin, told.count(False), told.count(True)
 
 
 def test_a_source_is_compiled_once(cubins):
