@@ -111,7 +111,7 @@ class Linear(LinearLayer):
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
     def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.bias is not None or not may_apply_gate(len(x)):
+        if self.bias is not None or not (x.is_cuda or may_apply_gate(len(x))):
             return super().silu_mul(x, out)
         return linear_silu_mul(x, self.weight, out)
 

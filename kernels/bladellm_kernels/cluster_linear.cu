@@ -3,7 +3,7 @@
 //
 // Defined in front of this text, by cluster_linear.py: TOKENS, rows of x in a tile, a multiple of 8; GROUPS, consumer
 // warpgroups of 64 outputs each; STAGES of the ring, of SLABS slabs of 64 inputs each; CLUSTER, CTAs to a tile;
-// LAUNCH_AT, when the next kernel may start; HALF, 1 for float16 and 0 for bfloat16; RESIDUAL, HINTS, 0 or 1;
+// LAUNCH_AT, when the next kernel may start; HALF, 1 for float16 and 0 for bfloat16; RESIDUAL, GATED, HINTS, 0 or 1;
 // PARTIAL_ROW, floats from one token's sums to the next one's; BARRIERS_AT, bytes of the ring or of the sums that
 // follow it; and `multiply_add`, a wgmma of 64 · TOKENS · 16.
 
@@ -11,12 +11,15 @@ enum { AT_START, AFTER_LAST_LOAD, AFTER_MAIN_LOOP };
 
 constexpr int SLAB_INPUTS = 64;
 constexpr int ROW_BYTES = 128;
-constexpr int GROUP_OUTPUTS = 64;
-constexpr int TILE_OUTPUTS = GROUPS * GROUP_OUTPUTS;
+constexpr int GROUP_ROWS = 64;
+constexpr int TILE_ROWS = GROUPS * GROUP_ROWS;
+// Outputs of 16 rows of the weight.
+constexpr int SLAB_OUTPUTS = GATED ? 8 : 16;
+constexpr int TILE_OUTPUTS = TILE_ROWS / 16 * SLAB_OUTPUTS;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int CONSUMER_WARPS = GROUPS * 4;
 constexpr int PRODUCERS = 32;
-constexpr unsigned WEIGHT_SLAB_BYTES = TILE_OUTPUTS * ROW_BYTES;
+constexpr unsigned WEIGHT_SLAB_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr unsigned X_SLAB_BYTES = TOKENS * ROW_BYTES;
 constexpr unsigned STAGE_BYTES = SLABS * (WEIGHT_SLAB_BYTES + X_SLAB_BYTES);
 constexpr unsigned X_AT = SLABS * WEIGHT_SLAB_BYTES;
@@ -125,6 +128,23 @@ __device__ void copy_box(unsigned to, const CUtensorMap& map, int column, int ro
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
+}
+#endif
+
+#if GATED
+// Of the weight as [outputs / 8][halves][8][inputs].
+template <typename Policy>
+__device__ void copy_weight(unsigned to, const CUtensorMap& map, int column, int output, unsigned barrier, Policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(0), "r"(output / 8), "r"(barrier)
+        : "memory");
+}
+#else
+template <typename Policy>
+__device__ void copy_weight(unsigned to, const CUtensorMap& map, int column, int output, unsigned barrier, Policy policy) {
+    copy_box(to, map, column, output, barrier, policy);
 }
 #endif
 
@@ -257,7 +277,7 @@ __device__ void fetch_weight(const Ring& ring, int stage, const CUtensorMap& map
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
         const int input = (step * SLABS + slab) * SLAB_INPUTS;
-        copy_box(ring.weight(stage) + slab * WEIGHT_SLAB_BYTES, map, input, output, ring.full(stage), policy);
+        copy_weight(ring.weight(stage) + slab * WEIGHT_SLAB_BYTES, map, input, output, ring.full(stage), policy);
     }
 }
 
@@ -302,7 +322,7 @@ __device__ void add_products(float (&sums)[TOKENS / 2], const Ring& ring, int gr
     int under_way = 0;
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {
-        const unsigned long long weight = descriptor(ring.weight(place.stage) + group * GROUP_OUTPUTS * ROW_BYTES);
+        const unsigned long long weight = descriptor(ring.weight(place.stage) + group * GROUP_ROWS * ROW_BYTES);
         const unsigned long long x = descriptor(ring.x(place.stage));
         wait_phase(ring.full(place.stage), place.phase);
         open_products();
@@ -325,16 +345,22 @@ __device__ void add_products(float (&sums)[TOKENS / 2], const Ring& ring, int gr
     for (int each = 0; each < TOKENS / 2; ++each) asm volatile("" : "+f"(sums[each])::"memory");
 }
 
+__device__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
 // As [token][output]. Rows are 4 floats longer than a multiple of 16: the 32 threads of a warp, 4 · 2 tokens and 8
 // outputs, write to different banks.
 __device__ void leave_sums(const float (&sums)[TOKENS / 2], unsigned partial, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int output = group * GROUP_OUTPUTS + warp * 16 + lane / 4, token = lane % 4 * 2;
+    const int output = (group * 4 + warp) * SLAB_OUTPUTS + lane / 4, token = lane % 4 * 2;
     const unsigned place = partial + 4 * (token * PARTIAL_ROW + output);
 #pragma unroll
     for (int each = 0; each < TOKENS / 2; ++each) {
-        const int more_tokens = each / 4 * 8 + each % 2, more_outputs = each / 2 % 2 * 8;
-        store_sum(place + 4 * (more_tokens * PARTIAL_ROW + more_outputs), sums[each]);
+        const int more_tokens = each / 4 * 8 + each % 2, half = each / 2 % 2;
+        const unsigned there = place + 4 * (more_tokens * PARTIAL_ROW + half * 8);
+        if (!GATED)
+            store_sum(there, sums[each]);
+        else if (half == 0)
+            store_sum(there, gated(sums[each], sums[each + 2]));
     }
 }
 

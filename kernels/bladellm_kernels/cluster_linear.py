@@ -35,7 +35,7 @@ MAX_STAGES = 12
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 
-_GROUP_OUTPUTS, _SLAB_INPUTS, _SLAB_BYTES, _WARP = 64, 64, 128, 32
+_GROUP_ROWS, _SLAB_INPUTS, _SLAB_BYTES, _WARP = 64, 64, 128, 32
 _REGISTERS, _MOST_REGISTERS, _WARPS_APART = 65536, 255, 4
 _OTHER_REGISTERS = 28
 """What a thread has beside its sums."""
@@ -68,10 +68,10 @@ def plan(rows: int, outputs: int, schedule: ClusterSchedule) -> ClusterPlan:
     """The launch of x [rows, K] and a weight of so many outputs. Raises ValueError saying what does not fit."""
     tokens = padded_tokens(rows, schedule)
     _check(rows, tokens, schedule)
-    tile = _GROUP_OUTPUTS * schedule.groups
-    grid = -(-outputs // tile) * schedule.cluster
+    grid = -(-outputs // tile_outputs(schedule)) * schedule.cluster
     shared = shared_bytes(tokens, schedule)
-    return ClusterPlan(grid, schedule.cluster, _threads_of(schedule.groups), shared, tile, tokens)
+    box = _GROUP_ROWS * schedule.groups
+    return ClusterPlan(grid, schedule.cluster, _threads_of(schedule.groups), shared, box, tokens)
 
 
 def source(
@@ -87,8 +87,9 @@ def source(
         "LAUNCH_AT": schedule.launch_at,
         "HALF": int(dtype == torch.float16),
         "RESIDUAL": int(residual),
+        "GATED": int(schedule.gated),
         "HINTS": int(schedule.hints),
-        "PARTIAL_ROW": _partial_row(schedule.groups),
+        "PARTIAL_ROW": _partial_row(schedule),
         "BARRIERS_AT": _barriers_at(tokens, schedule),
     }
     return _product_text(tokens, dtype) + _kernel_text(), defines
@@ -99,8 +100,13 @@ def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:
     return _barriers_at(tokens, schedule) + 16 * schedule.stages
 
 
+def tile_outputs(schedule: ClusterSchedule) -> int:
+    """Of a CTA."""
+    return _GROUP_ROWS * schedule.groups // (1 + schedule.gated)
+
+
 def stage_bytes(tokens: int, groups: int, slabs: int = 1) -> int:
-    return slabs * _SLAB_BYTES * (_GROUP_OUTPUTS * groups + tokens)
+    return slabs * _SLAB_BYTES * (_GROUP_ROWS * groups + tokens)
 
 
 def most_stages(tokens: int, groups: int, slabs: int = 1, space: int = SHARED_BYTES) -> int:
@@ -127,10 +133,10 @@ def default_cluster_schedule(rows: int, outputs: int, inputs: int, multiprocesso
     for groups, cluster in product(range(1, MAX_GROUPS + 1), DEFAULT_CLUSTERS):
         if not has_registers(tokens, groups) or (cluster > 1 and steps < LEAST_STEPS * cluster):
             continue
-        ctas = -(-outputs // (_GROUP_OUTPUTS * groups)) * cluster
+        ctas = -(-outputs // (_GROUP_ROWS * groups)) * cluster
         waves = -(-ctas // _places(cluster, multiprocessors))
         # A wave takes as long as its CTAs' share of the weight is large.
-        choices.append((waves > 1, waves * groups / cluster, abs(_GROUP_OUTPUTS * groups - tokens), cluster, groups))
+        choices.append((waves > 1, waves * groups / cluster, abs(_GROUP_ROWS * groups - tokens), cluster, groups))
     *_, cluster, groups = min(choices)
     stages = min(most_stages(tokens, groups), MAX_STAGES, max(2, -(-steps // cluster)))
     return ClusterSchedule(groups, cluster, stages)
@@ -143,7 +149,7 @@ def cluster_fits(
     given = [x, weight, out] if residual is None else [x, weight, out, residual]
     if not on_hopper(x) or x.dtype not in _TYPES or any(matrix.dtype != x.dtype for matrix in given):
         return False
-    return 0 < len(x) <= MAX_TOKENS and len(weight) % 8 == 0 and all(_lies_well(matrix) for matrix in given)
+    return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(_lies_well(matrix) for matrix in given)
 
 
 def launch_cluster_linear(
@@ -180,14 +186,14 @@ def _prepare(
     residual: torch.Tensor | None,
     schedule: ClusterSchedule,
 ) -> PreparedLaunch:
-    rows, inputs = x.shape
-    outputs = len(weight)
+    (rows, inputs), outputs = x.shape, out.shape[1]
     planned = plan(rows, outputs, schedule)
+    weight_map = _mapped_halves(weight, planned) if schedule.gated else _mapped(weight, planned.weight_box)
     kernel = _kernel(schedule, planned.x_box, x.dtype, residual is not None, x.get_device())
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     return kernel.prepare(
         *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, planned.cluster, True),
-        *(_mapped(weight, planned.weight_box), _mapped(x, planned.x_box), residual_at, out.data_ptr()),
+        *(weight_map, _mapped(x, planned.x_box), residual_at, out.data_ptr()),
         *(rows, outputs, inputs, residual_stride, out.stride(0)),
     )
 
@@ -204,6 +210,15 @@ def _mapped(matrix: torch.Tensor, box_rows: int) -> TensorMap:
     stride = matrix.stride(0) if rows > 1 else -(-columns // 8) * 8
     box = (_SLAB_INPUTS, box_rows)
     return tensor_map(matrix.data_ptr(), matrix.dtype, (columns, rows), (2 * stride,), box, swizzle=_SLAB_BYTES)
+
+
+def _mapped_halves(weight: torch.Tensor, planned: ClusterPlan) -> TensorMap:
+    """As [outputs / 8, halves, 8, inputs]: a box has the same outputs of both halves, 8 by 8."""
+    rows, columns = weight.shape
+    row = weight.stride(0) * weight.element_size()
+    sizes, strides = (columns, 8, 2, rows // 16), (row, rows // 2 * row, 8 * row)
+    box = (_SLAB_INPUTS, 8, 2, planned.weight_box // 16)
+    return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=_SLAB_BYTES)
 
 
 def _lies_well(matrix: torch.Tensor) -> bool:
@@ -223,6 +238,8 @@ def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:
         raise ValueError(f"groups must be 1 to {MAX_GROUPS} whose sums of {tokens} tokens fit, got {schedule.groups}")
     if not 1 <= schedule.cluster <= MAX_CLUSTER or schedule.launch_at not in (0, 1, 2):
         raise ValueError(f"cluster must be 1 to {MAX_CLUSTER} and launch_at 0 to 2, got {schedule}")
+    if schedule.gated and (schedule.cluster > 1 or schedule.hints):
+        raise ValueError(f"with a gate cluster must be 1, and hints off, got {schedule}")
     if schedule.stages < 2 or schedule.slabs < 1 or shared_bytes(tokens, schedule) > SHARED_BYTES:
         raise ValueError(f"stages must be 2 or more that fit {SHARED_BYTES} bytes, got {schedule} for {tokens} tokens")
 
@@ -232,14 +249,14 @@ def _threads_of(groups: int) -> int:
     return 4 * _WARP * groups + _WARP
 
 
-def _partial_row(groups: int) -> int:
-    return _GROUP_OUTPUTS * groups + 4
+def _partial_row(schedule: ClusterSchedule) -> int:
+    return tile_outputs(schedule) + 4
 
 
 def _barriers_at(tokens: int, schedule: ClusterSchedule) -> int:
     """Behind the larger of the ring and the sums."""
     ring = schedule.stages * stage_bytes(tokens, schedule.groups, schedule.slabs)
-    return max(ring, 4 * tokens * _partial_row(schedule.groups))
+    return max(ring, 4 * tokens * _partial_row(schedule))
 
 
 @cache

@@ -97,12 +97,12 @@ def _best_ranges(
     BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Length of the ranges, how many of the first ones have one more, room for each sequence in them beside its blocks, and
-    how far cuts may move, that cost the slowest program least.
+    """Length of the ranges, how many of the first ones have one more, room for each sequence in them beside its blocks,
+    and how far cuts may move, that cost the slowest program least.
 
     Tried are equal ranges first, then the shortest lengths, without room and with SEGMENT. That anything has to be
-    merged counts as a block. Equal ranges differ by a block, the longer ones first, as their programs begin
-    first: were all but the last of one length, that one would end long before the others.
+    merged counts as a block. Equal ranges differ by a block, the longer ones first, as their programs begin first: were
+    all but the last of one length, that one would end long before the others.
     """
     choice = tl.arange(0, 2 * _LENGTHS)
     room = choice % 2 * SEGMENT

@@ -97,13 +97,15 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
         return _launch(schedule, x, weight, None, out, None, 2)
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)
+    if isinstance(schedule, ClusterSchedule) and _launched_cluster(schedule, x, weight, out, None):
+        return out
     if not _by_many_rows(x, weight, out):
         silu_mul(linear(x, weight), out=out)
     return out
 
 
 def adds_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` of x and weight adds a residual in the kernel that it takes, of so few rows that cuBLAS does not."""
+    """Whether `linear` adds a residual by the kernel that it takes, of so few rows that cuBLAS is not asked to."""
     return len(x) <= MAX_ROWS and isinstance(schedule_for(x, weight), ClusterSchedule)
 
 
@@ -208,13 +210,26 @@ def _by_cluster(
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """By CTAs that add up in shared memory, or as cuBLAS chooses where they cannot."""
+    result = x.new_empty(len(x), len(weight)) if out is None else out
+    if bias is None and _launched_cluster(schedule, x, weight, result, residual):
+        return result
+    return _by_torch(x, weight, bias, result, residual)
+
+
+def _launched_cluster(
+    schedule: ClusterSchedule,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> bool:
+    """Whether the kernel can read and write them; launched then."""
     from bladellm_kernels.cluster_linear import cluster_fits, launch_cluster_linear
 
-    result = x.new_empty(len(x), len(weight)) if out is None else out
-    if bias is not None or not cluster_fits(x, weight, result, residual):
-        return _by_torch(x, weight, bias, result, residual)
-    launch_cluster_linear(x, weight, result, residual, schedule)
-    return result
+    if not cluster_fits(x, weight, out, residual):
+        return False
+    launch_cluster_linear(x, weight, out, residual, schedule)
+    return True
 
 
 def _by_torch(

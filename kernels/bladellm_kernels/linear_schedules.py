@@ -114,7 +114,8 @@ class ClusterSchedule:
     groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile of outputs; stages: tiles of inputs on
     their way or in use, of slabs · 64 inputs each. launch_at: when the next kernel may start: 0 at once, 1 after the
     last load, 2 after the last product. tokens: rows of x in a tile, a multiple of 8; None for no more than x has.
-    hints: the L2 cache shall keep x rather than the weight.
+    hints: the L2 cache shall keep x rather than the weight. gated: SiLU · mul follows; a group has 32 outputs of each
+    half, and a cluster is one CTA.
     """
 
     groups: int
@@ -124,6 +125,7 @@ class ClusterSchedule:
     tokens: int | None = None
     slabs: int = 1
     hints: bool = False
+    gated: bool = False
 
 
 _HALF_SHARED = 112 * 1024
@@ -135,7 +137,6 @@ Schedule = GemvSchedule | DotSchedule | HopperSchedule
 LinearSchedule = Schedule | CublasLtSchedule | ClusterSchedule
 KINDS: dict[str, type[Schedule]] = {"gemv": GemvSchedule, "dot": DotSchedule, "hopper": HopperSchedule}
 _STORED: dict[str, type[LinearSchedule]] = {**KINDS, "cublaslt": CublasLtSchedule, "cluster": ClusterSchedule}
-_WITHOUT_GATE = (CublasLtSchedule, ClusterSchedule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +221,16 @@ def load_table(path: Path) -> ScheduleTable:
         rows = [entry.rows for entry in entries[key]]
         if not rows or rows != sorted(set(rows)):
             raise ValueError(f"{path}, shape {key}: rows must ascend, got {rows}")
-        if shape["gated"] and any(isinstance(entry.schedule, _WITHOUT_GATE) for entry in entries[key]):
-            raise ValueError(f"{path}, shape {key}: cuBLASLt and clusters apply no gate")
+        if any(_gates(entry.schedule) not in (None, shape["gated"]) for entry in entries[key]):
+            raise ValueError(f"{path}, shape {key}: a schedule applies a gate and the layer has none, or the reverse")
     return ScheduleTable(entries)
+
+
+def _gates(schedule: LinearSchedule | None) -> bool | None:
+    """Whether a schedule applies a gate; None where it is for both."""
+    if isinstance(schedule, CublasLtSchedule):
+        return False
+    return schedule.gated if isinstance(schedule, ClusterSchedule) else None
 
 
 def _entry_fields(entry: Entry) -> dict[str, object]:
