@@ -6,6 +6,7 @@ warpgroup, x the right one, so that its rows are padded to a multiple of 8 at mo
 kernel in front of it ends. Sums are float32, added up in one order; no atomics, so that results do not vary.
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from bladellm_kernels.cuda_compiler import compile_cuda
-from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.cuda_compiler import compile_cuda, find_compiler
+from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch, driver_library
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.linear_schedules import ClusterSchedule
 from bladellm_kernels.tensor_map import TensorMap, tensor_map
@@ -149,7 +150,21 @@ def cluster_fits(
     given = [x, weight, out] if residual is None else [x, weight, out, residual]
     if not on_hopper(x) or x.dtype not in _TYPES or any(matrix.dtype != x.dtype for matrix in given):
         return False
+    if not has_compiler():
+        return False
     return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(_lies_well(matrix) for matrix in given)
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether kernels can be compiled and launched; a warning, once, where they cannot: cuBLAS stands in."""
+    try:
+        find_compiler()
+        driver_library()
+    except OSError as error:
+        warnings.warn(f"linear layers by clusters are left to cuBLAS: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def launch_cluster_linear(

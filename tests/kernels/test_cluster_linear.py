@@ -326,6 +326,19 @@ def test_matrices_on_a_cpu_do_not_fit():
     assert not cluster_fits(x, x, x[:, :8])
 
 
+def test_without_a_compiler_there_is_one_warning(monkeypatch):
+    def missing():
+        raise OSError("there is no NVRTC")
+
+    monkeypatch.setattr(cluster_linear, "find_compiler", missing)
+    cluster_linear.has_compiler.cache_clear()
+    with pytest.warns(UserWarning, match="left to cuBLAS: there is no NVRTC") as told:
+        found = [cluster_linear.has_compiler() for _ in range(2)]
+    assert found == [False, False]
+    assert len(told) == 1
+    cluster_linear.has_compiler.cache_clear()
+
+
 def compiled(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool, path: Path) -> dict[str, int]:
     """Resources of the kernel, its cubin written to a path."""
     triton = pytest.importorskip("triton")

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bladellm_kernels import cluster_linear
 from bladellm_kernels import linear as module
 from bladellm_kernels.linear import linear, linear_reference, linear_silu_mul, linear_silu_mul_reference
 from bladellm_kernels.linear_schedules import (
     GEMV_ROWS,
     MAX_ROWS,
+    ClusterSchedule,
     DotSchedule,
     Entry,
     GemvSchedule,
@@ -173,6 +175,63 @@ def test_tables_say_what_they_were_told(tmp_path):
     assert loaded.choose(3, 96, 31) == default_schedule(3)
 
 
+def test_tables_have_clusters_with_gates_for_gated_layers_alone(tmp_path):
+    plain, gated = ClusterSchedule(1, 2, 9, tokens=32), ClusterSchedule(2, 1, 5, tokens=64, gated=True)
+    entries = {(96, 32, False): [Entry(32, plain)], (96, 32, True): [Entry(16, None), Entry(64, gated)]}
+    path = tmp_path / "table.json"
+    save_table(ScheduleTable(entries), path)
+    loaded = load_table(path)
+    assert [loaded.choose(rows, 96, 32) for rows in (9, 33)] == [plain, None]
+    assert [loaded.choose(rows, 96, 32, gated=True) for rows in (9, 33)] == [None, gated]
+    for key, wrong in (((96, 32, False), gated), ((96, 32, True), plain)):
+        save_table(ScheduleTable({key: [Entry(8, wrong)]}), path)
+        with pytest.raises(ValueError, match="96, 32"):
+            load_table(path)
+
+
+class Clusters:
+    """In place of the kernel: what it was launched for. It fits as it is told."""
+
+    def __init__(self, monkeypatch, fits: bool, schedule: ClusterSchedule) -> None:
+        self.launched = []
+        monkeypatch.setattr(cluster_linear, "cluster_fits", lambda *given: fits)
+        monkeypatch.setattr(cluster_linear, "launch_cluster_linear", self.launch)
+        monkeypatch.setattr(module, "schedule_for", lambda *given, **more: schedule)
+
+    def launch(self, x, weight, out, residual, schedule) -> None:
+        self.launched.append((x, weight, out, residual, schedule))
+        found = linear_silu_mul_reference(x, weight) if schedule.gated else linear_reference(x, weight, None, residual)
+        out.copy_(found)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_clusters_take_what_the_table_leaves_to_them(fits, biased, monkeypatch):
+    """Not a bias, nor matrices that they cannot read: cuBLAS takes those."""
+    schedule = ClusterSchedule(1, 2, 4)
+    clusters = Clusters(monkeypatch, fits, schedule)
+    x, weight, residual = torch.randn(24, 32), torch.randn(40, 32), torch.randn(24, 40)
+    bias = torch.randn(40) if biased else None
+    expected = linear_reference(x, weight, bias, residual).float()
+    out = residual.clone()
+    assert linear(x, weight, bias, out, out) is out
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert [given[-1] for given in clusters.launched] == ([schedule] if fits and not biased else [])
+    assert module.adds_residual(x, weight)
+    assert not module.adds_residual(torch.zeros(MAX_ROWS + 1, 32), weight)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_clusters_apply_the_gate(fits, monkeypatch):
+    clusters = Clusters(monkeypatch, fits, ClusterSchedule(1, 1, 4, gated=True))
+    x, weight = torch.randn(136, 32), torch.randn(80, 32)
+    if not fits:
+        monkeypatch.setattr(module, "linear", lambda x, weight: x @ weight.t())
+    out = linear_silu_mul(x, weight)
+    torch.testing.assert_close(out, linear_silu_mul_reference(x, weight).float(), atol=1e-4, rtol=1e-4)
+    assert len(clusters.launched) == fits
+
+
 @pytest.mark.parametrize("path", TABLES, ids=str)
 def test_measured_tables_hold_their_rows(path):
     for entries in load_table(path).entries.values():
@@ -180,6 +239,16 @@ def test_measured_tables_hold_their_rows(path):
             if isinstance(entry.schedule, (DotSchedule, HopperSchedule)):
                 assert entry.schedule.block_m >= entry.rows
             assert not isinstance(entry.schedule, GemvSchedule) or entry.rows <= GEMV_ROWS
+
+
+@pytest.mark.parametrize("path", TABLES, ids=str)
+def test_clusters_of_measured_tables_fit_one_wave_or_all_of_the_weight(path):
+    """They are a wave of an H200's multiprocessors, but for gates of many rows, whose tiles are large."""
+    for (outputs, _, gated), entries in load_table(path).entries.items():
+        for entry in entries:
+            if isinstance(entry.schedule, ClusterSchedule):
+                planned = cluster_linear.plan(entry.rows, outputs, entry.schedule)
+                assert planned.grid <= 132 or (gated and entry.rows > 128)
 
 
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], ids=str)
