@@ -9,13 +9,12 @@ kernel in front of it ends. Sums are float32, added up in one order; no atomics,
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import torch
 
-from bladellm_kernels.cuda_compiler import compile_cuda, find_compiler
-from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch, driver_library
+from bladellm_kernels.cuda_compiler import compile_cuda
+from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.linear_schedules import ClusterSchedule
 from bladellm_kernels.tensor_map import TensorMap, tensor_map
@@ -27,12 +26,8 @@ SHARED_BYTES = 232448
 MAX_GROUPS = 4
 """Consumer warpgroups: 256 rows of the weight, the most of a copy."""
 MAX_CLUSTER = 8
-"""CTAs of a cluster that every launch may have."""
-DEFAULT_CLUSTERS = (1, 2, 4, 8)
-LEAST_STEPS = 8
-"""Of 64 inputs, for a CTA that takes a share of them: with fewer of them filling its ring takes as long."""
-MAX_STAGES = 12
-"""With more of them more bytes are under way than memory needs."""
+"""CTAs of a cluster that every launch may have. On an H200 32 clusters of four do not fit at once: each lies in one part of
+the GPU, and some parts presumably have two multiprocessors left."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 
@@ -40,12 +35,10 @@ _GROUP_ROWS, _SLAB_INPUTS, _SLAB_BYTES, _WARP = 64, 64, 128, 32
 _REGISTERS, _MOST_REGISTERS, _WARPS_APART = 65536, 255, 4
 _OTHER_REGISTERS = 28
 """What a thread has beside its sums."""
-_PART_PROCESSORS = 16
-"""Multiprocessors of a part of the GPU, the fewest: a cluster lies in one part, two of its CTAs fit everywhere."""
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SOURCE = Path(__file__).with_suffix(".cu")
 
-_launches: dict[tuple[object, ...], PreparedLaunch] = {}
+_launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,27 +115,6 @@ def has_registers(tokens: int, groups: int) -> bool:
     return tokens // 2 + _OTHER_REGISTERS <= min(most, _MOST_REGISTERS)
 
 
-def default_cluster_schedule(rows: int, outputs: int, inputs: int, multiprocessors: int) -> ClusterSchedule:
-    """For shapes that nobody measured: one wave of as many CTAs as possible, else the waves that take the least time.
-
-    Of equals the one whose tile of the weight is about as large as that of x: with a smaller one x is read more often
-    from the L2 cache than the weight from memory, with a larger one there is more to add up.
-    """
-    tokens = -(-rows // 8) * 8
-    steps = -(-inputs // _SLAB_INPUTS)
-    choices = []
-    for groups, cluster in product(range(1, MAX_GROUPS + 1), DEFAULT_CLUSTERS):
-        if not has_registers(tokens, groups) or (cluster > 1 and steps < LEAST_STEPS * cluster):
-            continue
-        ctas = -(-outputs // (_GROUP_ROWS * groups)) * cluster
-        waves = -(-ctas // _places(cluster, multiprocessors))
-        # A wave takes as long as its CTAs' share of the weight is large.
-        choices.append((waves > 1, waves * groups / cluster, abs(_GROUP_ROWS * groups - tokens), cluster, groups))
-    *_, cluster, groups = min(choices)
-    stages = min(most_stages(tokens, groups), MAX_STAGES, max(2, -(-steps // cluster)))
-    return ClusterSchedule(groups, cluster, stages)
-
-
 def cluster_fits(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> bool:
@@ -150,21 +122,7 @@ def cluster_fits(
     given = [x, weight, out] if residual is None else [x, weight, out, residual]
     if not on_hopper(x) or x.dtype not in _TYPES or any(matrix.dtype != x.dtype for matrix in given):
         return False
-    if not has_compiler():
-        return False
     return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(_lies_well(matrix) for matrix in given)
-
-
-@cache
-def has_compiler() -> bool:
-    """Whether kernels can be compiled and launched; a warning, once, where they cannot: cuBLAS stands in."""
-    try:
-        find_compiler()
-        driver_library()
-    except OSError as error:
-        warnings.warn(f"linear layers by clusters are left to cuBLAS: {error}", stacklevel=2)
-        return False
-    return True
 
 
 def launch_cluster_linear(
@@ -173,25 +131,30 @@ def launch_cluster_linear(
     out: torch.Tensor,
     residual: torch.Tensor | None,
     schedule: ClusterSchedule,
-) -> None:
+) -> bool:
     """Write `x · weightᵀ + residual` to out, on the current stream; summed in float32.
 
-    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `cluster_fits`, on the current device. The
-    first launch of a schedule compiles the kernel: not while a graph is captured. The kernel may start before the one
-    in front has ended, which must not write the weight. Raises ValueError where the schedule does not fit, OSError
-    where there is no compiler.
+    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `cluster_fits`, on the current device. With a
+    gated schedule silu(gate) · up: weight [2 · N, K], the gate's rows first, and no residual. The first launch of a
+    schedule compiles the kernel: not while a graph is captured. The kernel may start before the one in front has ended,
+    which must not write the weight. Returns False, with nothing written and a warning, where the machine cannot compile
+    or load it. Raises ValueError where the schedule does not fit.
     """
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     key = (
         *(schedule, x.get_device(), x.dtype, x.shape, len(weight), x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(residual_at, x.stride(0), weight.stride(0), out.stride(0), residual_stride),
     )
-    prepared = _launches.get(key)
-    if prepared is None:
+    try:
+        prepared = _launches[key]
+    except KeyError:
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         prepared = _launches[key] = _prepare(x, weight, out, residual, schedule)
+    if prepared is None:
+        return False
     prepared.run()
+    return True
 
 
 def _prepare(
@@ -200,11 +163,13 @@ def _prepare(
     out: torch.Tensor,
     residual: torch.Tensor | None,
     schedule: ClusterSchedule,
-) -> PreparedLaunch:
+) -> PreparedLaunch | None:
     (rows, inputs), outputs = x.shape, out.shape[1]
     planned = plan(rows, outputs, schedule)
-    weight_map = _mapped_halves(weight, planned) if schedule.gated else _mapped(weight, planned.weight_box)
     kernel = _kernel(schedule, planned.x_box, x.dtype, residual is not None, x.get_device())
+    if kernel is None:
+        return None
+    weight_map = _mapped_halves(weight, planned) if schedule.gated else _mapped(weight, planned.weight_box)
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     return kernel.prepare(
         *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, planned.cluster, True),
@@ -214,9 +179,16 @@ def _prepare(
 
 
 @cache
-def _kernel(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool, index: int) -> CudaKernel:
+def _kernel(
+    schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool, index: int
+) -> CudaKernel | None:
+    """None, with a warning, where there is no compiler, or none whose kernels the driver takes."""
     text, defines = source(schedule, tokens, dtype, residual)
-    return CudaKernel(compile_cuda(text, defines, name=_SOURCE.name), "cluster_linear", index)
+    try:
+        return CudaKernel(compile_cuda(text, defines, name=_SOURCE.name), "cluster_linear", index)
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"linear layers by clusters are left to cuBLAS: {error}", stacklevel=2)
+        return None
 
 
 def _mapped(matrix: torch.Tensor, box_rows: int) -> TensorMap:
@@ -239,11 +211,6 @@ def _mapped_halves(weight: torch.Tensor, planned: ClusterPlan) -> TensorMap:
 def _lies_well(matrix: torch.Tensor) -> bool:
     aligned = matrix.data_ptr() % 16 == 0 and (len(matrix) == 1 or matrix.stride(0) % 8 == 0)
     return aligned and matrix.numel() > 0 and matrix.stride(1) == 1
-
-
-def _places(cluster: int, multiprocessors: int) -> int:
-    """Multiprocessors that clusters can fill."""
-    return multiprocessors if cluster <= 2 else max(multiprocessors // _PART_PROCESSORS * _PART_PROCESSORS, cluster)
 
 
 def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:

@@ -223,13 +223,10 @@ def _launched_cluster(
     out: torch.Tensor,
     residual: torch.Tensor | None,
 ) -> bool:
-    """Whether the kernel can read and write them; launched then."""
+    """Whether the kernel can read and write them, on this machine; launched then."""
     from bladellm_kernels.cluster_linear import cluster_fits, launch_cluster_linear
 
-    if not cluster_fits(x, weight, out, residual):
-        return False
-    launch_cluster_linear(x, weight, out, residual, schedule)
-    return True
+    return cluster_fits(x, weight, out, residual) and launch_cluster_linear(x, weight, out, residual, schedule)
 
 
 def _by_torch(

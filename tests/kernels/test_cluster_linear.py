@@ -13,10 +13,8 @@ import torch
 from bladellm_kernels import cluster_linear
 from bladellm_kernels.cluster_linear import (
     MAX_GROUPS,
-    SHARED_BYTES,
     ClusterSchedule,
     cluster_fits,
-    default_cluster_schedule,
     has_registers,
     launch_cluster_linear,
     most_stages,
@@ -25,6 +23,7 @@ from bladellm_kernels.cluster_linear import (
     source,
     tile_outputs,
 )
+from bladellm_kernels.cuda_compiler import CudaCompilerError
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 
 from tests.kernels.conditions import assert_close
@@ -32,7 +31,6 @@ from tests.kernels.conditions import assert_close
 ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
 )
-LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
 BANKS = 32
 
 
@@ -290,23 +288,6 @@ def test_the_ring_is_filled_and_read_in_order(turn):
     RingRun(random.randint(2, 6), 4 * random.randint(1, 3), random.choice((0, 1, 2, 3, 5, 11, 24))).run()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("rows", [1, 16, 24, 33, 64, 96, 128, 160, 192, 256])
-def test_default_schedules_fill_one_wave(rows, name):
-    outputs, inputs = LAYERS[name]
-    schedule = default_cluster_schedule(rows, outputs, inputs, 132)
-    planned = plan(rows, outputs, schedule)
-    assert 96 <= planned.grid <= 132
-    assert planned.shared_bytes <= SHARED_BYTES
-    assert inputs // 64 // schedule.cluster >= 8
-    assert planned.weight_box <= 256
-
-
-def test_other_shapes_have_schedules_too():
-    for rows, outputs, inputs, processors in ((256, 128256, 4096, 132), (1, 8, 8, 132), (77, 4096, 4096, 16)):
-        plan(rows, outputs, default_cluster_schedule(rows, outputs, inputs, processors))
-
-
 @pytest.mark.parametrize(
     ("schedule", "rows"),
     [
@@ -326,17 +307,21 @@ def test_matrices_on_a_cpu_do_not_fit():
     assert not cluster_fits(x, x, x[:, :8])
 
 
-def test_without_a_compiler_there_is_one_warning(monkeypatch):
-    def missing():
-        raise OSError("there is no NVRTC")
+@pytest.mark.parametrize("error", [OSError("there is no NVRTC"), CudaCompilerError("wide.cu(3): error: ?")])
+def test_without_a_compiler_nothing_is_launched_and_one_warning_says_so(error, monkeypatch):
+    def fail(*given, **more):
+        raise error
 
-    monkeypatch.setattr(cluster_linear, "find_compiler", missing)
-    cluster_linear.has_compiler.cache_clear()
-    with pytest.warns(UserWarning, match="left to cuBLAS: there is no NVRTC") as told:
-        found = [cluster_linear.has_compiler() for _ in range(2)]
+    monkeypatch.setattr(cluster_linear, "compile_cuda", fail)
+    monkeypatch.setattr(cluster_linear, "_launches", {})
+    cluster_linear._kernel.cache_clear()
+    x, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((8, 64), (64, 64), (8, 64)))
+    with pytest.warns(UserWarning, match="left to cuBLAS") as told:
+        found = [launch_cluster_linear(x, weight, given, None, ClusterSchedule(1, 1, 4)) for given in (out, weight[:8])]
     assert found == [False, False]
     assert len(told) == 1
-    cluster_linear.has_compiler.cache_clear()
+    assert str(error) in str(told[0].message)
+    cluster_linear._kernel.cache_clear()
 
 
 def compiled(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residual: bool, path: Path) -> dict[str, int]:
@@ -418,7 +403,7 @@ def test_on_a_gpu(rows, groups, cluster, dtype):
             stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
             schedule = ClusterSchedule(groups, cluster, stages, random.randrange(3), hints=residual)
             assert cluster_fits(x, weight, out, added)
-            launch_cluster_linear(x, weight, out, added, schedule)
+            assert launch_cluster_linear(x, weight, out, added, schedule)
             assert_right(x, weight, added, out)
             first = out.clone()
             launch_cluster_linear(x, weight, out.fill_(torch.nan), added, schedule)
@@ -436,7 +421,7 @@ def test_gates_on_a_gpu(rows, groups, dtype):
         stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
         schedule = ClusterSchedule(groups, 1, stages, random.randrange(3), gated=True)
         assert cluster_fits(x, weight, out)
-        launch_cluster_linear(x, weight, out, None, schedule)
+        assert launch_cluster_linear(x, weight, out, None, schedule)
         assert_close(out, linear_silu_mul_reference(x, weight).float(), dtype)
         assert out._base[rows:].isnan().all()
         assert out._base[:, outputs:].isnan().all()
