@@ -26,8 +26,8 @@ SHARED_BYTES = 232448
 MAX_GROUPS = 4
 """Consumer warpgroups: 256 rows of the weight, the most of a copy."""
 MAX_CLUSTER = 8
-"""CTAs of a cluster that every launch may have. On an H200 32 clusters of four do not fit at once: each lies in one part
-of the GPU, and some parts presumably have two multiprocessors left."""
+"""CTAs of a cluster that every launch may have. On an H200 32 clusters of four do not fit at once: each lies in one
+part of the GPU, and some parts presumably have two multiprocessors left."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 

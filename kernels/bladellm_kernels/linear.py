@@ -74,10 +74,8 @@ def linear(
     """
     check_arguments(x, weight, bias, out, residual, weight.shape[0])
     schedule = schedule_for(x, weight, outputs=measured)
-    if isinstance(schedule, CublasLtSchedule):
-        return _by_algorithm(schedule, x, weight, bias, out, residual)
-    if isinstance(schedule, ClusterSchedule):
-        return _by_cluster(schedule, x, weight, bias, out, residual)
+    if isinstance(schedule, CublasLtSchedule | ClusterSchedule):
+        return _or_by_torch(schedule, x, weight, bias, out, residual)
     if schedule is None:
         return _by_torch(x, weight, bias, out, residual)
     return _launch(schedule, x, weight, bias, out, residual, 1)
@@ -186,34 +184,21 @@ def _launch(
     return out
 
 
-def _by_algorithm(
-    schedule: CublasLtSchedule,
+def _or_by_torch(
+    schedule: CublasLtSchedule | ClusterSchedule,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """By the algorithm of cuBLASLt, or the one that cuBLAS chooses where it does not fit."""
+    """By the algorithm of cuBLASLt or by clusters, or the algorithm that cuBLAS chooses where they do not fit."""
     result = x.new_empty(len(x), len(weight)) if out is None else out
-    if multiply(schedule, x, weight, bias, residual, result):
-        return result
-    return _by_torch(x, weight, bias, result, residual)
-
-
-def _by_cluster(
-    schedule: ClusterSchedule,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """By CTAs that add up in shared memory, or as cuBLAS chooses where they cannot."""
-    result = x.new_empty(len(x), len(weight)) if out is None else out
-    if bias is None and _launched_cluster(schedule, x, weight, result, residual):
-        return result
-    return _by_torch(x, weight, bias, result, residual)
+    if isinstance(schedule, CublasLtSchedule):
+        done = multiply(schedule, x, weight, bias, residual, result)
+    else:
+        done = bias is None and _launched_cluster(schedule, x, weight, result, residual)
+    return result if done else _by_torch(x, weight, bias, result, residual)
 
 
 def _launched_cluster(

@@ -1,0 +1,112 @@
+"""The ring of `cluster_linear.cu` in Python: who waits for whom, in random order."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all expected bytes are there."""
+
+    arrivals: int
+    phase: int = 0
+    pending: int = field(init=False)
+    tiles: int = 0
+
+    def __post_init__(self) -> None:
+        self.pending = self.arrivals
+
+    def change(self, arrived: int, tiles: int = 0) -> None:
+        self.pending, self.tiles = self.pending - arrived, self.tiles + tiles
+        assert self.pending >= 0
+        if self.pending == self.tiles == 0:
+            self.phase, self.pending = self.phase + 1, self.arrivals
+
+    def passed(self, parity: int) -> bool:
+        """Whether a wait for the phase of this parity is over."""
+        return self.phase & 1 != parity
+
+
+class RingRun:
+    """The ring of one CTA: its producer, its copies and its warps, each a generator that says when it can go on."""
+
+    def __init__(self, stages: int, warps: int, count: int) -> None:
+        self.stages, self.warps, self.count = stages, warps, count
+        self.full = [Barrier(1) for _ in range(stages)]
+        self.empty = [Barrier(warps) for _ in range(stages)]
+        self.held: dict[tuple[str, int], int] = {}
+        self.reading: dict[int, set[int]] = {stage: set() for stage in range(stages)}
+        self.under_way: list[tuple[str, int, int]] = []
+        self.inputs_ready = False
+
+    def producer(self) -> Iterator[bool]:
+        for step in range(min(self.count, self.stages)):
+            self.fetch_weight(step, step)
+            yield True
+        while not self.inputs_ready:
+            yield False
+        for step in range(min(self.count, self.stages)):
+            self.under_way.append(("x", step, step))
+            yield True
+        stage, phase = 0, 0
+        for step in range(self.stages, self.count):
+            while not self.empty[stage].passed(phase):
+                yield False
+            self.fetch_weight(stage, step)
+            self.under_way.append(("x", stage, step))
+            yield True
+            stage, phase = (stage + 1, phase) if stage + 1 < self.stages else (0, phase ^ 1)
+
+    def fetch_weight(self, stage: int, step: int) -> None:
+        self.full[stage].change(1, 2)
+        self.under_way.append(("weight", stage, step))
+
+    def copies(self) -> Iterator[bool]:
+        """Copies land in any order."""
+        while True:
+            if not self.under_way:
+                yield False
+                continue
+            what, stage, step = self.under_way.pop(random.randrange(len(self.under_way)))
+            assert not self.reading[stage], "a tile is written that is still read"
+            self.held[what, stage] = step
+            self.full[stage].change(0, -1)
+            yield True
+
+    def consumer(self, warp: int) -> Iterator[bool]:
+        stage, phase, before = 0, 0, 0
+        for step in range(self.count):
+            while not self.full[stage].passed(phase):
+                yield False
+            assert self.held["weight", stage] == self.held["x", stage] == step
+            self.reading[stage].add(warp)
+            yield True
+            if step > 0:
+                self.reading[before].discard(warp)
+                self.empty[before].change(1)
+            before = stage
+            stage, phase = (stage + 1, phase) if stage + 1 < self.stages else (0, phase ^ 1)
+        self.reading[before].discard(warp)
+
+    def run(self) -> None:
+        parts = {"producer": self.producer(), **{str(warp): self.consumer(warp) for warp in range(self.warps)}}
+        copies, idle = self.copies(), 0
+        while parts and idle < 2000:
+            name = random.choice(["copies", *parts])
+            self.inputs_ready |= random.random() < 0.1
+            try:
+                went_on = next(copies if name == "copies" else parts[name])
+            except StopIteration:
+                del parts[name]
+                went_on = True
+            idle = 0 if went_on else idle + 1
+        assert not parts, "nobody goes on"
+        assert not self.under_way
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_the_ring_is_filled_and_read_in_order(turn):
+    RingRun(random.randint(2, 6), 4 * random.randint(1, 3), random.choice((0, 1, 2, 3, 5, 11, 24))).run()
