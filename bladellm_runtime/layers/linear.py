@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.linear import adds_residual, linear, linear_silu_mul
-from bladellm_kernels.linear_schedules import MAX_ROWS, may_apply_gate
+from bladellm_kernels.linear import adds_residual, gate_is_part, linear, linear_silu_mul
+from bladellm_kernels.linear_schedules import MAX_ROWS
 from bladellm_kernels.normed_linear import (
     linear_add,
     linear_between_norms,
@@ -111,7 +111,7 @@ class Linear(LinearLayer):
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
 
     def silu_mul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.bias is not None or not (x.is_cuda or may_apply_gate(len(x))):
+        if self.bias is not None or not gate_is_part(x, self.weight):
             return super().silu_mul(x, out)
         return linear_silu_mul(x, self.weight, out)
 

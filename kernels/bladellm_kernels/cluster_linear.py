@@ -118,9 +118,12 @@ def has_registers(tokens: int, groups: int) -> bool:
 def cluster_fits(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> bool:
-    """Whether the kernel can read and write them: on a Hopper, of one half precision, rows at whole 16 bytes."""
+    """Whether the kernel can read and write them: on the current device, a Hopper, of one half precision, rows at whole
+    16 bytes."""
     given = [x, weight, out] if residual is None else [x, weight, out, residual]
     if not on_hopper(x) or x.dtype not in _TYPES or any(matrix.dtype != x.dtype for matrix in given):
+        return False
+    if torch._C._cuda_getDevice() != x.get_device():
         return False
     return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(_lies_well(matrix) for matrix in given)
 
@@ -134,11 +137,11 @@ def launch_cluster_linear(
 ) -> bool:
     """Write `x · weightᵀ + residual` to out, on the current stream; summed in float32.
 
-    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `cluster_fits`, on the current device. With a
-    gated schedule silu(gate) · up: weight [2 · N, K], the gate's rows first, and no residual. The first launch of a
-    schedule compiles the kernel: not while a graph is captured. The kernel may start before the one in front has ended,
-    which must not write the weight. Returns False, with nothing written and a warning, where the machine cannot compile
-    or load it. Raises ValueError where the schedule does not fit.
+    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `cluster_fits`. With a gated schedule
+    silu(gate) · up: weight [2 · N, K], the gate's rows first, and no residual. The first launch of a schedule compiles
+    the kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not
+    write the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it.
+    Raises ValueError where the schedule does not fit.
     """
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     key = (

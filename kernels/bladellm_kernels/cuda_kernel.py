@@ -190,12 +190,6 @@ class CudaKernel:
         config = LaunchConfig(grid, (threads, 1, 1), shared, None, listed, len(attributes))
         return PreparedLaunch(self, config, values)
 
-    def launch(
-        self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, early: bool, *arguments: Any
-    ) -> None:
-        """Prepare and run a launch: for those that are not repeated."""
-        self.prepare(grid, threads, shared, cluster, early, *arguments).run()
-
     def _allow(self, shared: int, cluster: int) -> None:
         """Tell the driver of the most shared memory and of the largest clusters so far."""
         if shared <= self._shared and cluster <= max(self._cluster, MAX_PORTABLE_CLUSTER):
@@ -250,15 +244,6 @@ class PreparedLaunch:
         status = self._launch(*self._given)
         if status:
             self.kernel.driver.check(f"launch of {self.kernel.name}", status)
-
-    def change(self, place: int, argument: Any) -> None:
-        """Give later runs another argument. Raises ValueError as `prepare` does."""
-        value = _value(argument, self.kernel.parameters[place])
-        self._values[place], self._parameters[place] = value, addressof(value)
-
-    def change_grid(self, grid: tuple[int, int, int]) -> None:
-        """Launch so many blocks from now on, along x a multiple of the cluster."""
-        self._config.grid[:] = grid
 
 
 def _check_shape(grid: tuple[int, int, int], threads: int, cluster: int) -> None:

@@ -107,6 +107,11 @@ def adds_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return len(x) <= MAX_ROWS and isinstance(schedule_for(x, weight), ClusterSchedule)
 
 
+def gate_is_part(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `linear_silu_mul` of so many rows is one kernel, or may be."""
+    return may_apply_gate(len(x)) or isinstance(schedule_for(x, weight, gated=True), ClusterSchedule)
+
+
 def linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,

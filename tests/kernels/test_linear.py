@@ -231,6 +231,13 @@ def test_clusters_apply_the_gate(fits, monkeypatch):
     out = linear_silu_mul(x, weight)
     torch.testing.assert_close(out, linear_silu_mul_reference(x, weight).float(), atol=1e-4, rtol=1e-4)
     assert len(clusters.launched) == fits
+    assert module.gate_is_part(x, weight)
+
+
+@pytest.mark.parametrize(("rows", "part"), [(16, False), (24, False), (32, True), (160, False), (2000, True)])
+def test_the_gate_is_part_of_what_kernels_have(rows, part):
+    """On a device whose table leaves the gate to others; a layer of few rows is fused with norms, or not at all."""
+    assert module.gate_is_part(torch.zeros(rows, 32), torch.zeros(80, 32)) == part
 
 
 @pytest.mark.parametrize("path", TABLES, ids=str)

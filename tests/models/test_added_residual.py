@@ -39,7 +39,7 @@ def test_gates_are_part_of_layers_of_many_rows(case, tmp_path, monkeypatch):
     """Of chunks of 21 and 11 tokens those of the first; a bias comes before the gate, and is left to another kernel."""
     family, options = CASES[case]
     reference = save_tiny(tmp_path, family, **options)
-    monkeypatch.setattr(linear, "may_apply_gate", lambda rows: rows >= 21)
+    monkeypatch.setattr(linear, "gate_is_part", lambda x, weight: len(x) >= 21)
     prompt = random_prompt(32)
     sequences = Sequences(load_tiny(tmp_path, "cpu"))
     with mock.patch.object(linear, "linear_silu_mul", wraps=linear.linear_silu_mul) as gated:
