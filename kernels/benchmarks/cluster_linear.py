@@ -1,8 +1,8 @@
 """Time linear layers by clusters under many schedules beside what `linear` takes, on one GPU.
 
     python kernels/benchmarks/cluster_linear.py [--model llama-8b] [--layers qkv o down "gate-up, silu · mul"]
-                                                [--rows 128 256] [--clusters 1 2 4 8] [--launch_at 1 2] [--hints]
-                                                [--space 227 112] [--slabs 1 2] [--repeats 11] [--show 6] [--plain]
+                                                [--rows 128 256] [--clusters 1 2 4 8] [--launch_at 1 2]
+                                                [--space 227 112] [--repeats 11] [--show 6] [--plain]
                                                 [--out TABLE]
 
 For each layer and number of rows: schedules of all groups and clusters that take at least half of the multiprocessors
@@ -60,11 +60,10 @@ def schedules(shape: Shape, rows: int, args: argparse.Namespace) -> list[Cluster
             continue
         if steps < LEAST_STEPS * cluster:
             continue
-        hinted = sorted({False, args.hints and not shape.gated})
-        for space, launch_at, slabs, hints in product(args.space, args.launch_at, args.slabs, hinted):
-            stages = min(most_stages(tokens, groups, slabs, space << 10), -(-steps // (cluster * slabs)))
+        for space, launch_at in product(args.space, args.launch_at):
+            stages = min(most_stages(tokens, groups, space << 10), -(-steps // cluster))
             if stages >= 2:
-                found.append(ClusterSchedule(groups, cluster, stages, launch_at, tokens, slabs, hints, shape.gated))
+                found.append(ClusterSchedule(groups, cluster, stages, launch_at, tokens, shape.gated))
     return list(dict.fromkeys(found))
 
 
@@ -113,9 +112,8 @@ def fault_of(problem: Problem, schedule: ClusterSchedule) -> str | None:
 
 def described(schedule: ClusterSchedule, shape: Shape, rows: int) -> str:
     planned = plan(rows, shape.outputs, schedule)
-    words = f"groups {schedule.groups}, cluster {schedule.cluster}, stages {schedule.stages}, launch_at "
-    others = f", slabs {schedule.slabs}" * (schedule.slabs > 1) + ", hints" * schedule.hints
-    return f"{words}{schedule.launch_at}{others} | {planned.grid} | {planned.shared_bytes >> 10}"
+    words = f"groups {schedule.groups}, cluster {schedule.cluster}, stages {schedule.stages}"
+    return f"{words}, launch_at {schedule.launch_at} | {planned.grid} | {planned.shared_bytes >> 10}"
 
 
 def measure(
@@ -150,8 +148,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clusters", nargs="+", type=int, default=[1, 2, 4, 8], help="CTAs of a tile")
     parser.add_argument("--launch_at", nargs="+", type=int, default=[1, 2], choices=(0, 1, 2))
     parser.add_argument("--space", nargs="+", type=int, default=[227, 112], help="KiB of shared memory for the ring")
-    parser.add_argument("--slabs", nargs="+", type=int, default=[1], help="64 inputs of a stage each")
-    parser.add_argument("--hints", action="store_true", help="with hints to the L2 cache, too")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--show", type=int, default=6, help="schedules of a layer that are printed")
     parser.add_argument("--plain", action="store_true", help="no layer adds to its output")

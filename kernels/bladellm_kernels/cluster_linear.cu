@@ -1,28 +1,28 @@
 // out = x · weightᵀ + residual for few rows of x: the inputs are divided among the CTAs of a cluster, which share a
-// tile of outputs and add their sums up through each other's shared memory.
+// tile of outputs and add their sums up through each other's shared memory. Or, GATED, silu(x · gateᵀ) · (x · upᵀ) of
+// the two halves of the weight: then a CTA has all inputs, and every 16 rows of its tile of the weight are 8 of the
+// gate and the same 8 of up, whose sums one thread has.
 //
 // Defined in front of this text, by cluster_linear.py: TOKENS, rows of x in a tile, a multiple of 8; GROUPS, consumer
-// warpgroups of 64 outputs each; STAGES of the ring, of SLABS slabs of 64 inputs each; CLUSTER, CTAs to a tile;
-// LAUNCH_AT, when the next kernel may start; HALF, 1 for float16 and 0 for bfloat16; RESIDUAL, GATED, HINTS, 0 or 1;
-// PARTIAL_ROW, floats from one token's sums to the next one's; BARRIERS_AT, bytes of the ring or of the sums that
-// follow it; and `multiply_add`, a wgmma of 64 · TOKENS · 16.
+// warpgroups of 64 rows of the weight each; STAGES of the ring, of 64 inputs each; CLUSTER, CTAs to a tile; LAUNCH_AT,
+// when the next kernel may start; HALF, 1 for float16 and 0 for bfloat16; RESIDUAL, GATED, 0 or 1; PARTIAL_ROW, floats
+// from one token's sums to the next one's; BARRIERS_AT, bytes of the ring or of the sums that follow it; and
+// `multiply_add`, a wgmma of 64 · TOKENS · 16.
 
 enum { AT_START, AFTER_LAST_LOAD, AFTER_MAIN_LOOP };
 
-constexpr int SLAB_INPUTS = 64;
+constexpr int STEP_INPUTS = 64;
 constexpr int ROW_BYTES = 128;
 constexpr int GROUP_ROWS = 64;
 constexpr int TILE_ROWS = GROUPS * GROUP_ROWS;
-// Outputs of 16 rows of the weight.
-constexpr int SLAB_OUTPUTS = GATED ? 8 : 16;
-constexpr int TILE_OUTPUTS = TILE_ROWS / 16 * SLAB_OUTPUTS;
+// Of the 16 rows of the weight whose sums a warp has.
+constexpr int WARP_OUTPUTS = GATED ? 8 : 16;
+constexpr int TILE_OUTPUTS = TILE_ROWS / 16 * WARP_OUTPUTS;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int CONSUMER_WARPS = GROUPS * 4;
 constexpr int PRODUCERS = 32;
-constexpr unsigned WEIGHT_SLAB_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr unsigned X_SLAB_BYTES = TOKENS * ROW_BYTES;
-constexpr unsigned STAGE_BYTES = SLABS * (WEIGHT_SLAB_BYTES + X_SLAB_BYTES);
-constexpr unsigned X_AT = SLABS * WEIGHT_SLAB_BYTES;
+constexpr unsigned X_AT = TILE_ROWS * ROW_BYTES;
+constexpr unsigned STAGE_BYTES = X_AT + TOKENS * ROW_BYTES;
 
 // What a thread stores at a time, and how many threads have a token's outputs.
 constexpr int QUAD = 4;
@@ -96,57 +96,22 @@ __device__ void prefetch(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-#if HINTS
-__device__ unsigned long long read_once() {
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ unsigned long long read_again() {
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ void copy_box(
-    unsigned to, const CUtensorMap& map, int column, int row, unsigned barrier, unsigned long long policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-        : "memory");
-}
-#else
-__device__ int read_once() { return 0; }
-
-__device__ int read_again() { return 0; }
-
-__device__ void copy_box(unsigned to, const CUtensorMap& map, int column, int row, unsigned barrier, int) {
+__device__ void copy_rows(unsigned to, const CUtensorMap& map, int input, int row, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        "l"(&map), "r"(input), "r"(row), "r"(barrier)
         : "memory");
 }
-#endif
 
-#if GATED
-// Of the weight as [outputs / 8][halves][8][inputs].
-template <typename Policy>
-__device__ void copy_weight(unsigned to, const CUtensorMap& map, int column, int output, unsigned barrier, Policy) {
+// Of a weight as [outputs / 8][halves][8][inputs].
+__device__ void copy_halves(unsigned to, const CUtensorMap& map, int input, int output, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(0), "r"(output / 8), "r"(barrier)
+        "l"(&map), "r"(input), "r"(0), "r"(output / 8), "r"(barrier)
         : "memory");
 }
-#else
-template <typename Policy>
-__device__ void copy_weight(unsigned to, const CUtensorMap& map, int column, int output, unsigned barrier, Policy policy) {
-    copy_box(to, map, column, output, barrier, policy);
-}
-#endif
 
 __device__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -248,7 +213,6 @@ __device__ unsigned long long descriptor(unsigned address) {
 }
 
 __device__ Steps steps_of(int rank, int inputs) {
-    constexpr int STEP_INPUTS = SLABS * SLAB_INPUTS;
     const int all = (inputs + STEP_INPUTS - 1) / STEP_INPUTS;
     const int each = all / CLUSTER, more = all % CLUSTER;
     return {rank * each + min(rank, more), each + (rank < more)};
@@ -271,46 +235,36 @@ struct Ring {
     }
 };
 
-template <typename Policy>
-__device__ void fetch_weight(const Ring& ring, int stage, const CUtensorMap& map, int step, int output, Policy policy) {
+__device__ void fetch_weight(const Ring& ring, int stage, const CUtensorMap& map, int step, int output) {
     expect_bytes(ring.full(stage), STAGE_BYTES);
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {
-        const int input = (step * SLABS + slab) * SLAB_INPUTS;
-        copy_weight(ring.weight(stage) + slab * WEIGHT_SLAB_BYTES, map, input, output, ring.full(stage), policy);
-    }
+    if (GATED)
+        copy_halves(ring.weight(stage), map, step * STEP_INPUTS, output, ring.full(stage));
+    else
+        copy_rows(ring.weight(stage), map, step * STEP_INPUTS, output, ring.full(stage));
 }
 
-template <typename Policy>
-__device__ void fetch_x(const Ring& ring, int stage, const CUtensorMap& map, int step, Policy policy) {
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {
-        const int input = (step * SLABS + slab) * SLAB_INPUTS;
-        copy_box(ring.x(stage) + slab * X_SLAB_BYTES, map, input, 0, ring.full(stage), policy);
-    }
+__device__ void fetch_x(const Ring& ring, int stage, const CUtensorMap& map, int step) {
+    copy_rows(ring.x(stage), map, step * STEP_INPUTS, 0, ring.full(stage));
 }
 
 // One thread. The weight does not depend on the kernel in front: the ring is full of it before x is there.
 __device__ void fetch_first_weights(const Ring& ring, const CUtensorMap& weight, Steps steps, int output) {
-    const auto policy = read_once();
 #pragma unroll 1
     for (int step = 0; step < min(steps.count, STAGES); ++step)
-        fetch_weight(ring, step, weight, steps.first + step, output, policy);
+        fetch_weight(ring, step, weight, steps.first + step, output);
 }
 
 __device__ void fetch_others(
     const Ring& ring, const CUtensorMap& weight, const CUtensorMap& x, Steps steps, int output) {
-    const auto once = read_once();
-    const auto again = read_again();
     wait_for_inputs();
 #pragma unroll 1
-    for (int step = 0; step < min(steps.count, STAGES); ++step) fetch_x(ring, step, x, steps.first + step, again);
+    for (int step = 0; step < min(steps.count, STAGES); ++step) fetch_x(ring, step, x, steps.first + step);
     Place place;
 #pragma unroll 1
     for (int step = STAGES; step < steps.count; ++step) {
         wait_phase(ring.empty(place.stage), place.phase);
-        fetch_weight(ring, place.stage, weight, steps.first + step, output, once);
-        fetch_x(ring, place.stage, x, steps.first + step, again);
+        fetch_weight(ring, place.stage, weight, steps.first + step, output);
+        fetch_x(ring, place.stage, x, steps.first + step);
         place.advance();
     }
     if (LAUNCH_AT == AFTER_LAST_LOAD) let_next_start();
@@ -327,12 +281,8 @@ __device__ void add_products(float (&sums)[TOKENS / 2], const Ring& ring, int gr
         wait_phase(ring.full(place.stage), place.phase);
         open_products();
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab)
-#pragma unroll
-            for (int part = 0; part < SLAB_INPUTS / 16; ++part)
-                multiply_add(
-                    sums, weight + ((slab * WEIGHT_SLAB_BYTES + part * 32) >> 4),
-                    x + ((slab * X_SLAB_BYTES + part * 32) >> 4));
+        for (int part = 0; part < STEP_INPUTS / 16; ++part)
+            multiply_add(sums, weight + (part * 32 >> 4), x + (part * 32 >> 4));
         close_products();
         // The products of the step before have ended: its stage may be filled again.
         wait_products<1>();
@@ -351,7 +301,7 @@ __device__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __
 // outputs, write to different banks.
 __device__ void leave_sums(const float (&sums)[TOKENS / 2], unsigned partial, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int output = (group * 4 + warp) * SLAB_OUTPUTS + lane / 4, token = lane % 4 * 2;
+    const int output = (group * 4 + warp) * WARP_OUTPUTS + lane / 4, token = lane % 4 * 2;
     const unsigned place = partial + 4 * (token * PARTIAL_ROW + output);
 #pragma unroll
     for (int each = 0; each < TOKENS / 2; ++each) {

@@ -31,7 +31,7 @@ part of the GPU, and some parts presumably have two multiprocessors left."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 
-_GROUP_ROWS, _SLAB_INPUTS, _SLAB_BYTES, _WARP = 64, 64, 128, 32
+_GROUP_ROWS, _STEP_INPUTS, _ROW_BYTES, _WARP = 64, 64, 128, 32
 _REGISTERS, _MOST_REGISTERS, _WARPS_APART = 65536, 255, 4
 _OTHER_REGISTERS = 28
 """What a thread has beside its sums."""
@@ -76,13 +76,11 @@ def source(
         "TOKENS": tokens,
         "GROUPS": schedule.groups,
         "STAGES": schedule.stages,
-        "SLABS": schedule.slabs,
         "CLUSTER": schedule.cluster,
         "LAUNCH_AT": schedule.launch_at,
         "HALF": int(dtype == torch.float16),
         "RESIDUAL": int(residual),
         "GATED": int(schedule.gated),
-        "HINTS": int(schedule.hints),
         "PARTIAL_ROW": _partial_row(schedule),
         "BARRIERS_AT": _barriers_at(tokens, schedule),
     }
@@ -99,13 +97,13 @@ def tile_outputs(schedule: ClusterSchedule) -> int:
     return _GROUP_ROWS * schedule.groups // (1 + schedule.gated)
 
 
-def stage_bytes(tokens: int, groups: int, slabs: int = 1) -> int:
-    return slabs * _SLAB_BYTES * (_GROUP_ROWS * groups + tokens)
+def stage_bytes(tokens: int, groups: int) -> int:
+    return _ROW_BYTES * (_GROUP_ROWS * groups + tokens)
 
 
-def most_stages(tokens: int, groups: int, slabs: int = 1, space: int = SHARED_BYTES) -> int:
+def most_stages(tokens: int, groups: int, space: int = SHARED_BYTES) -> int:
     """Stages for which so many bytes are enough."""
-    return space // (stage_bytes(tokens, groups, slabs) + 16)
+    return space // (stage_bytes(tokens, groups) + 16)
 
 
 def has_registers(tokens: int, groups: int) -> bool:
@@ -198,8 +196,8 @@ def _mapped(matrix: torch.Tensor, box_rows: int) -> TensorMap:
     rows, columns = matrix.shape
     # The stride of a single row is never used, but must be whole 16 bytes.
     stride = matrix.stride(0) if rows > 1 else -(-columns // 8) * 8
-    box = (_SLAB_INPUTS, box_rows)
-    return tensor_map(matrix.data_ptr(), matrix.dtype, (columns, rows), (2 * stride,), box, swizzle=_SLAB_BYTES)
+    box = (_STEP_INPUTS, box_rows)
+    return tensor_map(matrix.data_ptr(), matrix.dtype, (columns, rows), (2 * stride,), box, swizzle=_ROW_BYTES)
 
 
 def _mapped_halves(weight: torch.Tensor, planned: ClusterPlan) -> TensorMap:
@@ -207,8 +205,8 @@ def _mapped_halves(weight: torch.Tensor, planned: ClusterPlan) -> TensorMap:
     rows, columns = weight.shape
     row = weight.stride(0) * weight.element_size()
     sizes, strides = (columns, 8, 2, rows // 16), (row, rows // 2 * row, 8 * row)
-    box = (_SLAB_INPUTS, 8, 2, planned.weight_box // 16)
-    return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=_SLAB_BYTES)
+    box = (_STEP_INPUTS, 8, 2, planned.weight_box // 16)
+    return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=_ROW_BYTES)
 
 
 def _lies_well(matrix: torch.Tensor) -> bool:
@@ -223,9 +221,9 @@ def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:
         raise ValueError(f"groups must be 1 to {MAX_GROUPS} whose sums of {tokens} tokens fit, got {schedule.groups}")
     if not 1 <= schedule.cluster <= MAX_CLUSTER or schedule.launch_at not in (0, 1, 2):
         raise ValueError(f"cluster must be 1 to {MAX_CLUSTER} and launch_at 0 to 2, got {schedule}")
-    if schedule.gated and (schedule.cluster > 1 or schedule.hints):
-        raise ValueError(f"with a gate cluster must be 1, and hints off, got {schedule}")
-    if schedule.stages < 2 or schedule.slabs < 1 or shared_bytes(tokens, schedule) > SHARED_BYTES:
+    if schedule.gated and schedule.cluster > 1:
+        raise ValueError(f"with a gate cluster must be 1, got {schedule}")
+    if schedule.stages < 2 or shared_bytes(tokens, schedule) > SHARED_BYTES:
         raise ValueError(f"stages must be 2 or more that fit {SHARED_BYTES} bytes, got {schedule} for {tokens} tokens")
 
 
@@ -240,7 +238,7 @@ def _partial_row(schedule: ClusterSchedule) -> int:
 
 def _barriers_at(tokens: int, schedule: ClusterSchedule) -> int:
     """Behind the larger of the ring and the sums."""
-    ring = schedule.stages * stage_bytes(tokens, schedule.groups, schedule.slabs)
+    ring = schedule.stages * stage_bytes(tokens, schedule.groups)
     return max(ring, 4 * tokens * _partial_row(schedule))
 
 

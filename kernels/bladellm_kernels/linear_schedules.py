@@ -111,11 +111,10 @@ class CublasLtSchedule:
 class ClusterSchedule:
     """Tensor cores of a Hopper, inputs divided among a cluster of CTAs that add up in shared memory (`cluster_linear`).
 
-    groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile of outputs; stages: tiles of inputs on
-    their way or in use, of slabs · 64 inputs each. launch_at: when the next kernel may start: 0 at once, 1 after the
-    last load, 2 after the last product. tokens: rows of x in a tile, a multiple of 8; None for no more than x has.
-    hints: the L2 cache shall keep x rather than the weight. gated: SiLU · mul follows; a group has 32 outputs of each
-    half, and a cluster is one CTA.
+    groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile of outputs; stages: tiles of 64 inputs on
+    their way or in use. launch_at: when the next kernel may start: 0 at once, 1 after the last load, 2 after the last
+    product. tokens: rows of x in a tile, a multiple of 8; None for no more than x has. gated: SiLU · mul follows; a
+    group has 32 outputs of each half, and a cluster is one CTA.
     """
 
     groups: int
@@ -123,8 +122,6 @@ class ClusterSchedule:
     stages: int
     launch_at: int = 1
     tokens: int | None = None
-    slabs: int = 1
-    hints: bool = False
     gated: bool = False
 
 

@@ -10,7 +10,7 @@ from bladellm_kernels.cluster_linear import plan
 from bladellm_kernels.linear_schedules import ClusterSchedule, DotSchedule, Entry, ScheduleTable, default_schedule
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
-OPTIONS = argparse.Namespace(clusters=[1, 2, 4], launch_at=[1], slabs=[1, 2], space=[227, 112], hints=True)
+OPTIONS = argparse.Namespace(clusters=[1, 2, 4], launch_at=[1, 2], space=[227, 112])
 
 
 @pytest.fixture

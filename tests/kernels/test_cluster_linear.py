@@ -36,14 +36,14 @@ BANKS = 32
 def random_schedule(rows: int) -> ClusterSchedule:
     """Any that can be launched for so many rows."""
     while True:
-        groups, slabs = random.randint(1, MAX_GROUPS), random.choice((1, 1, 2))
+        groups = random.randint(1, MAX_GROUPS)
         tokens = random.choice((None, -(-rows // 8) * 8 + 8))
         padded = -(-rows // 8) * 8 if tokens is None else tokens
-        most = most_stages(padded, groups, slabs)
+        most = most_stages(padded, groups)
         if padded <= 256 and has_registers(padded, groups) and most >= 2:
             break
     stages, cluster = random.randint(2, min(most, 9)), random.choice((1, 2, 3, 4, 8))
-    return ClusterSchedule(groups, cluster, stages, random.randrange(3), tokens, slabs, random.random() < 0.5)
+    return ClusterSchedule(groups, cluster, stages, random.randrange(3), tokens)
 
 
 class Tile:
@@ -61,7 +61,7 @@ class Tile:
 
     def steps(self, rank: int, inputs: int) -> range:
         """`steps_of`: the inputs of a CTA in steps."""
-        each, more = divmod(-(-inputs // (64 * self.schedule.slabs)), self.schedule.cluster)
+        each, more = divmod(-(-inputs // 64), self.schedule.cluster)
         first = rank * each + min(rank, more)
         return range(first, first + each + (rank < more))
 
@@ -92,7 +92,7 @@ def emulated(
     """The outputs, and how many times each was written."""
     (rows, inputs), outputs = x.shape, len(weight)
     tile, planned = Tile(schedule, rows), plan(rows, outputs, schedule)
-    step = 64 * schedule.slabs
+    step = 64
     deep = -(-inputs // step) * step
     wide_x = np.zeros((tile.tokens, deep))
     wide_x[:rows, :inputs] = x
@@ -188,7 +188,7 @@ def test_sums_lie_apart_and_in_different_banks(groups):
         (ClusterSchedule(4, 1, 4), 256), (ClusterSchedule(1, 1, 1), 8), (ClusterSchedule(1, 9, 4), 8),
         (ClusterSchedule(1, 1, 99), 8), (ClusterSchedule(1, 1, 4, tokens=16), 17), (ClusterSchedule(1, 1, 2), 257),
         (ClusterSchedule(1, 1, 4, tokens=20), 17), (ClusterSchedule(1, 1, 4, launch_at=3), 8),
-        (ClusterSchedule(1, 2, 4, gated=True), 8), (ClusterSchedule(1, 1, 4, gated=True, hints=True), 8),
+        (ClusterSchedule(1, 2, 4, gated=True), 8),
     ],
 )  # fmt: skip
 def test_schedules_that_do_not_fit_are_refused(schedule, rows):
@@ -250,7 +250,7 @@ def test_compiled_for_a_hopper(tokens, groups, cluster, tmp_path):
     from tests.kernels.sass import INSTRUCTION
 
     triton = pytest.importorskip("triton")
-    schedule = ClusterSchedule(groups, cluster, most_stages(tokens, groups), slabs=1)
+    schedule = ClusterSchedule(groups, cluster, most_stages(tokens, groups))
     for dtype, residual in ((torch.bfloat16, True), (torch.float16, False)):
         path = tmp_path / "kernel.cubin"
         assert compiled(schedule, tokens, dtype, residual, path).items() >= {"STACK": 0, "LOCAL": 0}.items()
@@ -295,7 +295,7 @@ def test_on_a_gpu(rows, groups, cluster, dtype):
         for residual in (False, True):
             x, weight, added, out = problem((rows, outputs, inputs), dtype, residual)
             stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
-            schedule = ClusterSchedule(groups, cluster, stages, random.randrange(3), hints=residual)
+            schedule = ClusterSchedule(groups, cluster, stages, random.randrange(3))
             assert cluster_fits(x, weight, out, added)
             assert launch_cluster_linear(x, weight, out, added, schedule)
             assert_right(x, weight, added, out)
