@@ -11,9 +11,9 @@ from bladellm_runtime.wire.messages import AddRequest
 
 ANSWER = 3
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0.0, seed=0, ignore_eos=True)
-LENGTHS = (1, 2, 16, 24, 37, 64, 80, 100, 129, 200, 300, 1024)
+LENGTHS = (1, 2, 16, 24, 37, 64, 80, 100, 129, 180, 200, 250, 300, 1024)
 """Single tokens, lengths that triton compiles apart, divisible by 16 or not, beside the sizes of tiles, and some of
-each range for which 4- and 8-bit weights have a schedule."""
+each range for which 4- and 8-bit weights, or clusters, have a schedule."""
 SCORED = replace(GREEDY, logprobs=0, prompt_logprobs=0)
 MOSTLY_WANTED = ([(100, GREEDY), (200, SCORED)], [(300, SCORED)])
 """Long steps whose last layer is computed for all tokens, since many of them are wanted; of a few rows and of many."""

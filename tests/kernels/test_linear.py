@@ -25,6 +25,7 @@ from bladellm_kernels.linear_schedules import (
 
 from bladellm_runtime.engine.mixed_graphs import DEFAULT_SIZES
 from bladellm_runtime.engine.step_graphs import default_sizes
+from bladellm_runtime.engine.warm_up import LENGTHS
 from tests.kernels.conditions import DEVICES, DTYPES, assert_close
 from tests.kernels.interpreted import run_interpreted
 
@@ -257,6 +258,15 @@ def test_clusters_of_measured_tables_fit_one_wave_or_all_of_the_weight(path):
             if isinstance(entry.schedule, ClusterSchedule):
                 planned = cluster_linear.plan(entry.rows, outputs, entry.schedule)
                 assert planned.grid <= 132 or (gated and entry.rows > 128)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=str)
+def test_the_prompts_before_ready_need_every_kernel_of_clusters(path):
+    """Where nothing is captured, too: no step is the first to need one."""
+    table = load_table(path)
+    for (outputs, inputs, gated), entries in table.entries.items():
+        wanted = {entry.schedule for entry in entries if isinstance(entry.schedule, ClusterSchedule)}
+        assert wanted <= {table.choose(rows, outputs, inputs, gated) for rows in LENGTHS}
 
 
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], ids=str)
