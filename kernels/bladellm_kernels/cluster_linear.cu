@@ -3,24 +3,12 @@
 // the two halves of the weight: then a CTA has all inputs, and every 16 rows of its tile of the weight are 8 of the
 // gate and the same 8 of up, whose sums one thread has.
 //
-// Defined in front of this text, by cluster_linear.py: TOKENS, rows of x in a tile, a multiple of 8; GROUPS, consumer
-// warpgroups of 64 rows of the weight each; STAGES of the ring, of 64 inputs each; CLUSTER, CTAs to a tile; LAUNCH_AT,
-// when the next kernel may start; HALF, 1 for float16 and 0 for bfloat16; RESIDUAL, GATED, 0 or 1; PARTIAL_ROW, floats
-// from one token's sums to the next one's; BARRIERS_AT, bytes of the ring or of the sums that follow it; and
-// `multiply_add`, a wgmma of 64 · TOKENS · 16.
+// In front of this text is hopper_parts.cu, with what it wants. Defined by cluster_linear.py besides: LAUNCH_AT, when
+// the next kernel may start; RESIDUAL, 0 or 1; PARTIAL_ROW, floats from one token's sums to the next one's; BARRIERS_AT,
+// bytes of the ring or of the sums that follow it.
 
 enum { AT_START, AFTER_LAST_LOAD, AFTER_MAIN_LOOP };
 
-constexpr int STEP_INPUTS = 64;
-constexpr int ROW_BYTES = 128;
-constexpr int GROUP_ROWS = 64;
-constexpr int TILE_ROWS = GROUPS * GROUP_ROWS;
-// Of the 16 rows of the weight whose sums a warp has.
-constexpr int WARP_OUTPUTS = GATED ? 8 : 16;
-constexpr int TILE_OUTPUTS = TILE_ROWS / 16 * WARP_OUTPUTS;
-constexpr int CONSUMERS = GROUPS * 128;
-constexpr int CONSUMER_WARPS = GROUPS * 4;
-constexpr int PRODUCERS = 32;
 constexpr unsigned X_AT = TILE_ROWS * ROW_BYTES;
 constexpr unsigned STAGE_BYTES = X_AT + TOKENS * ROW_BYTES;
 
@@ -33,10 +21,6 @@ constexpr int SLICE_PASSES = (SLICE_TOKENS + PASS_TOKENS - 1) / PASS_TOKENS;
 // Of which a CTA alone, that has all tokens, keeps no more in registers at a time.
 constexpr int PASSES = CLUSTER == 1 && SLICE_PASSES > 8 ? 8 : SLICE_PASSES;
 
-struct alignas(64) CUtensorMap {
-    unsigned long long opaque[16];
-};
-
 struct Problem {
     const unsigned short* residual;
     unsigned short* out;
@@ -47,109 +31,7 @@ struct Steps {
     int first, count;
 };
 
-struct Place {
-    int stage = 0;
-    unsigned phase = 0;
-
-    __device__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-__device__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void init_barrier(unsigned barrier, unsigned arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ void show_barriers_to_copies() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ void expect_bytes(unsigned barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ void arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ void wait_phase(unsigned barrier, unsigned phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "retry:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra retry;\n"
-        "}\n" ::"r"(barrier),
-        "r"(phase)
-        : "memory");
-}
-
-__device__ void prefetch(const CUtensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
-__device__ void copy_rows(unsigned to, const CUtensorMap& map, int input, int row, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(&map), "r"(input), "r"(row), "r"(barrier)
-        : "memory");
-}
-
-// Of a weight as [outputs / 8][halves][8][inputs].
-__device__ void copy_halves(unsigned to, const CUtensorMap& map, int input, int output, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(input), "r"(0), "r"(output / 8), "r"(barrier)
-        : "memory");
-}
-
-__device__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int UNDER_WAY>
-__device__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(UNDER_WAY) : "memory");
-}
-
 __device__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-
-__device__ int rank_in_cluster() {
-    unsigned rank = 0;
-#if CLUSTER > 1
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-    return static_cast<int>(rank);
-}
-
-__device__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-
-__device__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// The same place in the shared memory of another CTA.
-__device__ unsigned place_in(unsigned address, int rank) {
-#if CLUSTER > 1
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-#else
-    return address;
-#endif
-}
 
 // Not a barrier to the compiler, so that many are under way; volatile ones keep their order.
 __device__ float4 load_sums(unsigned address) {
@@ -169,29 +51,8 @@ __device__ void store_sum(unsigned address, float sum) {
     asm volatile("st.shared::cta.f32 [%0], %1;" ::"r"(address), "f"(sum) : "memory");
 }
 
-// Volatile: the compiler would put it off to where its result is stored, and keep twice as many registers until then.
-__device__ unsigned rounded(float low, float high) {
-    unsigned pair;
-#if HALF
-    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-    return pair;
-}
-
 __device__ uint2 rounded(const float4& values) {
     return make_uint2(rounded(values.x, values.y), rounded(values.z, values.w));
-}
-
-__device__ float widened(unsigned bits) {
-#if HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
-    return value;
-#else
-    return __uint_as_float(bits << 16);
-#endif
 }
 
 __device__ float4 widened(const uint2& bits) {
@@ -204,12 +65,6 @@ __device__ void add(float4& sums, const float4& more) {
     sums.y += more.y;
     sums.z += more.z;
     sums.w += more.w;
-}
-
-// Of rows of 128 bytes, swizzled, 8 of them to 1024 bytes; inputs follow each other in a row.
-__device__ unsigned long long descriptor(unsigned address) {
-    constexpr unsigned long long SWIZZLED_128 = 1ull << 62, EIGHT_ROWS = 1024ull >> 4 << 32, UNUSED = 1ull << 16;
-    return SWIZZLED_128 | EIGHT_ROWS | UNUSED | ((address & 0x3FFFF) >> 4);
 }
 
 __device__ Steps steps_of(int rank, int inputs) {
@@ -291,11 +146,8 @@ __device__ void add_products(float (&sums)[TOKENS / 2], const Ring& ring, int gr
         place.advance();
     }
     wait_products<0>();
-#pragma unroll
-    for (int each = 0; each < TOKENS / 2; ++each) asm volatile("" : "+f"(sums[each])::"memory");
+    keep_behind(sums);
 }
-
-__device__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 // As [token][output]. Rows are 4 floats longer than a multiple of 16: the 32 threads of a warp, 4 · 2 tokens and 8
 // outputs, write to different banks.

@@ -16,13 +16,22 @@ import torch
 from bladellm_kernels.cuda_compiler import compile_cuda
 from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
 from bladellm_kernels.hopper_device import on_hopper
+from bladellm_kernels.hopper_parts import (
+    GROUP_ROWS,
+    ROW_BYTES,
+    SHARED_BYTES,
+    TYPES,
+    has_registers,
+    kernel_text,
+    lies_well,
+    mapped,
+    mapped_halves,
+    threads_of,
+)
 from bladellm_kernels.linear_schedules import ClusterSchedule
-from bladellm_kernels.tensor_map import TensorMap, tensor_map
 
 MAX_TOKENS = 256
 """Rows of x that one tile can have: columns of a product of a warpgroup, and rows of a copy."""
-SHARED_BYTES = 232448
-"""Most shared memory of a CTA on a Hopper."""
 MAX_GROUPS = 4
 """Consumer warpgroups: 256 rows of the weight, the most of a copy."""
 MAX_CLUSTER = 8
@@ -31,11 +40,6 @@ part of the GPU, and some parts presumably have two multiprocessors left."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 
-_GROUP_ROWS, _STEP_INPUTS, _ROW_BYTES, _WARP = 64, 64, 128, 32
-_REGISTERS, _MOST_REGISTERS, _WARPS_APART = 65536, 255, 4
-_OTHER_REGISTERS = 28
-"""What a thread has beside its sums."""
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 _launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
@@ -64,8 +68,8 @@ def plan(rows: int, outputs: int, schedule: ClusterSchedule) -> ClusterPlan:
     _check(rows, tokens, schedule)
     grid = -(-outputs // tile_outputs(schedule)) * schedule.cluster
     shared = shared_bytes(tokens, schedule)
-    box = _GROUP_ROWS * schedule.groups
-    return ClusterPlan(grid, schedule.cluster, _threads_of(schedule.groups), shared, box, tokens)
+    box = GROUP_ROWS * schedule.groups
+    return ClusterPlan(grid, schedule.cluster, threads_of(schedule.groups), shared, box, tokens)
 
 
 def source(
@@ -84,7 +88,7 @@ def source(
         "PARTIAL_ROW": _partial_row(schedule),
         "BARRIERS_AT": _barriers_at(tokens, schedule),
     }
-    return _product_text(tokens, dtype) + _kernel_text(), defines
+    return kernel_text(_SOURCE, tokens, dtype), defines
 
 
 def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:
@@ -94,23 +98,16 @@ def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:
 
 def tile_outputs(schedule: ClusterSchedule) -> int:
     """Of a CTA."""
-    return _GROUP_ROWS * schedule.groups // (1 + schedule.gated)
+    return GROUP_ROWS * schedule.groups // (1 + schedule.gated)
 
 
 def stage_bytes(tokens: int, groups: int) -> int:
-    return _ROW_BYTES * (_GROUP_ROWS * groups + tokens)
+    return ROW_BYTES * (GROUP_ROWS * groups + tokens)
 
 
 def most_stages(tokens: int, groups: int, space: int = SHARED_BYTES) -> int:
     """Stages for which so many bytes are enough."""
     return space // (stage_bytes(tokens, groups) + 16)
-
-
-def has_registers(tokens: int, groups: int) -> bool:
-    """Whether threads can keep their sums in registers, which are dealt out to as many warps in each of four parts."""
-    warps = -(-_threads_of(groups) // _WARP)
-    most = _REGISTERS // _WARP // (-(-warps // _WARPS_APART) * _WARPS_APART) // 8 * 8
-    return tokens // 2 + _OTHER_REGISTERS <= min(most, _MOST_REGISTERS)
 
 
 def cluster_fits(
@@ -119,11 +116,11 @@ def cluster_fits(
     """Whether the kernel can read and write them: on the current device, a Hopper, of one half precision, rows at whole
     16 bytes."""
     given = [x, weight, out] if residual is None else [x, weight, out, residual]
-    if not on_hopper(x) or x.dtype not in _TYPES or any(matrix.dtype != x.dtype for matrix in given):
+    if not on_hopper(x) or x.dtype not in TYPES or any(matrix.dtype != x.dtype for matrix in given):
         return False
     if torch._C._cuda_getDevice() != x.get_device():
         return False
-    return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(_lies_well(matrix) for matrix in given)
+    return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(lies_well(matrix) for matrix in given)
 
 
 def launch_cluster_linear(
@@ -170,11 +167,11 @@ def _prepare(
     kernel = _kernel(schedule, planned.x_box, x.dtype, residual is not None, x.get_device())
     if kernel is None:
         return None
-    weight_map = _mapped_halves(weight, planned) if schedule.gated else _mapped(weight, planned.weight_box)
+    weight_map = (mapped_halves if schedule.gated else mapped)(weight, planned.weight_box)
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     return kernel.prepare(
         *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, planned.cluster, True),
-        *(weight_map, _mapped(x, planned.x_box), residual_at, out.data_ptr()),
+        *(weight_map, mapped(x, planned.x_box), residual_at, out.data_ptr()),
         *(rows, outputs, inputs, residual_stride, out.stride(0)),
     )
 
@@ -192,28 +189,6 @@ def _kernel(
         return None
 
 
-def _mapped(matrix: torch.Tensor, box_rows: int) -> TensorMap:
-    rows, columns = matrix.shape
-    # The stride of a single row is never used, but must be whole 16 bytes.
-    stride = matrix.stride(0) if rows > 1 else -(-columns // 8) * 8
-    box = (_STEP_INPUTS, box_rows)
-    return tensor_map(matrix.data_ptr(), matrix.dtype, (columns, rows), (2 * stride,), box, swizzle=_ROW_BYTES)
-
-
-def _mapped_halves(weight: torch.Tensor, planned: ClusterPlan) -> TensorMap:
-    """As [outputs / 8, halves, 8, inputs]: a box has the same outputs of both halves, 8 by 8."""
-    rows, columns = weight.shape
-    row = weight.stride(0) * weight.element_size()
-    sizes, strides = (columns, 8, 2, rows // 16), (row, rows // 2 * row, 8 * row)
-    box = (_STEP_INPUTS, 8, 2, planned.weight_box // 16)
-    return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=_ROW_BYTES)
-
-
-def _lies_well(matrix: torch.Tensor) -> bool:
-    aligned = matrix.data_ptr() % 16 == 0 and (len(matrix) == 1 or matrix.stride(0) % 8 == 0)
-    return aligned and matrix.numel() > 0 and matrix.stride(1) == 1
-
-
 def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:
     if not 0 < rows <= tokens <= MAX_TOKENS or tokens % 8:
         raise ValueError(f"tokens must be a multiple of 8, from x's {rows} rows to {MAX_TOKENS}, got {tokens}")
@@ -227,11 +202,6 @@ def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:
         raise ValueError(f"stages must be 2 or more that fit {SHARED_BYTES} bytes, got {schedule} for {tokens} tokens")
 
 
-def _threads_of(groups: int) -> int:
-    """Consumers, and a warp that fetches."""
-    return 4 * _WARP * groups + _WARP
-
-
 def _partial_row(schedule: ClusterSchedule) -> int:
     return tile_outputs(schedule) + 4
 
@@ -240,31 +210,3 @@ def _barriers_at(tokens: int, schedule: ClusterSchedule) -> int:
     """Behind the larger of the ring and the sums."""
     ring = schedule.stages * stage_bytes(tokens, schedule.groups)
     return max(ring, 4 * tokens * _partial_row(schedule))
-
-
-@cache
-def _kernel_text() -> str:
-    return _SOURCE.read_text()
-
-
-@cache
-def _product_text(tokens: int, dtype: torch.dtype) -> str:
-    """`multiply_add` of so many columns: the instruction names each of its registers."""
-    count = tokens // 2
-    registers = ", ".join(f"%{place}" for place in range(count))
-    sums = ", ".join(f'"+f"(sums[{place}])' for place in range(count))
-    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{_TYPES[dtype]}.{_TYPES[dtype]}"
-    return f"""// sums += 64 rows of the weight · {tokens} rows of x, of 16 inputs.
-__device__ void multiply_add(float (&sums)[{count}], unsigned long long weight, unsigned long long x) {{
-    asm volatile(
-        "{{\\n"
-        ".reg .pred adds;\\n"
-        "setp.eq.b32 adds, 0, 0;\\n"
-        "{name} "
-        "{{{registers}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n"
-        "}}\\n"
-        : {sums}
-        : "l"(weight), "l"(x));
-}}
-
-"""

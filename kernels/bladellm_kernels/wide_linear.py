@@ -1,0 +1,206 @@
+"""Linear layers of many rows on a Hopper, SiLU · mul with them: clusters of CTAs that share their rows of x.
+
+Such a layer is bound by arithmetic, at the power that the GPU may take: what does not move leaves more for products.
+`wide_linear.cu` is the kernel. Two CTAs beside each other, of the same rows of x and neighbouring outputs, fetch half
+of these rows each, and the copy engine writes them to both, which Triton has no words for. The weight is the left
+operand of the tensor cores, 64 of its rows to a warpgroup, x the right one. Every cluster takes tile after tile, and
+its ring fills on while results are written. It reads the weight ahead while the kernel in front of it ends.
+"""
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from bladellm_kernels.cuda_compiler import compile_cuda
+from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.hopper_device import on_hopper
+from bladellm_kernels.hopper_parts import (
+    GROUP_ROWS,
+    ROW_BYTES,
+    SHARED_BYTES,
+    TYPES,
+    has_registers,
+    kernel_text,
+    lies_well,
+    mapped,
+    mapped_halves,
+    threads_of,
+)
+from bladellm_kernels.multiprocessors import multiprocessors
+
+MAX_TOKENS, TOKENS_STEP = 256, 16
+"""Rows of x that one tile can have, and what they are a multiple of: two matrices of results, a swizzled half."""
+MAX_GROUPS, MAX_CLUSTER = 3, 2
+MAX_LAUNCHES = 4096
+"""Kept, with the addresses that they are for; with more of them all are made anew."""
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+
+_launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class WideSchedule:
+    """tokens: rows of x in a tile, a multiple of 16; groups: consumer warpgroups, of 64 rows of the weight each;
+    cluster: CTAs that share the rows of x, 1 or 2; band: tiles of rows that are taken together, so that their x stays
+    in the L2 cache; stages: of 64 inputs, on their way or in use, None for as many as fit. gated: SiLU · mul follows,
+    and a group has 32 outputs of each half."""
+
+    tokens: int = 256
+    groups: int = 2
+    cluster: int = 2
+    band: int = 8
+    stages: int | None = None
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WidePlan:
+    """What a launch needs. grid: CTAs; threads: of a CTA; boxes: rows of a copy, of 64 inputs, and columns of a copy of
+    results, of schedule.tokens rows."""
+
+    grid: int
+    threads: int
+    shared_bytes: int
+    weight_box: int
+    x_box: int
+    out_box: int
+
+
+def plan(rows: int, outputs: int, schedule: WideSchedule, processors: int) -> WidePlan:
+    """The launch of x [rows, K] and a weight of so many outputs on so many multiprocessors.
+
+    Raises ValueError saying what does not fit.
+    """
+    _check(schedule)
+    tall, wide = -(-rows // schedule.tokens), -(-outputs // (schedule.cluster * tile_outputs(schedule)))
+    grid = min(max(processors // schedule.cluster, 1), tall * wide) * schedule.cluster
+    boxes = GROUP_ROWS * schedule.groups, schedule.tokens // schedule.cluster, _group_outputs(schedule)
+    return WidePlan(grid, threads_of(schedule.groups), shared_bytes(schedule), *boxes)
+
+
+def source(schedule: WideSchedule, dtype: torch.dtype, residual: bool) -> tuple[str, dict[str, int | str]]:
+    """The kernel's text and the macros that it wants."""
+    defines: dict[str, int | str] = {
+        "TOKENS": schedule.tokens,
+        "GROUPS": schedule.groups,
+        "STAGES": stages_of(schedule),
+        "CLUSTER": schedule.cluster,
+        "BAND": schedule.band,
+        "HALF": int(dtype == torch.float16),
+        "GATED": int(schedule.gated),
+        "RESIDUAL": int(residual),
+        "SHARED_BYTES": shared_bytes(schedule),
+    }
+    return kernel_text(_SOURCE, schedule.tokens, dtype), defines
+
+
+def stages_of(schedule: WideSchedule) -> int:
+    """As many as it says, or as fit beside the results."""
+    if schedule.stages is not None:
+        return schedule.stages
+    return (SHARED_BYTES - _other_bytes(schedule)) // _stage_bytes(schedule)
+
+
+def shared_bytes(schedule: WideSchedule) -> int:
+    """Of a CTA: its ring, two barriers a stage, and what its groups have."""
+    return stages_of(schedule) * _stage_bytes(schedule) + _other_bytes(schedule)
+
+
+def tile_outputs(schedule: WideSchedule) -> int:
+    """Of a CTA."""
+    return _group_outputs(schedule) * schedule.groups
+
+
+def wide_fits(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
+    """Whether the kernel can read and write them: on a Hopper, of one half precision, rows at whole 16 bytes."""
+    given = [x, weight, out] if residual is None else [x, weight, out, residual]
+    if not on_hopper(x) or x.dtype not in TYPES or any(matrix.dtype != x.dtype for matrix in given):
+        return False
+    return out.shape[1] % 8 == 0 and all(lies_well(matrix) for matrix in given)
+
+
+def launch_wide_linear(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, schedule: WideSchedule
+) -> bool:
+    """Write silu(gate) · up of `x · weightᵀ` to out, on the current stream; or without a gate `x · weightᵀ + residual`.
+
+    x: [M, K]; weight: [2 · N, K], the gate's rows first, or [N, K]; out: [M, N]; residual: [M, N], may be out, none
+    with a gate; `wide_fits`, on the current device. Summed in float32. The first launch of a schedule compiles the
+    kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not write
+    the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it. Raises
+    ValueError where the schedule does not fit.
+    """
+    key = (schedule, x.get_device(), x.dtype, *(_layout(matrix) for matrix in (x, weight, out, residual)))
+    if key not in _launches:
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = _prepare(x, weight, out, residual, schedule)
+    prepared = _launches[key]
+    if prepared is not None:
+        prepared.run()
+    return prepared is not None
+
+
+def _layout(matrix: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if matrix is None else (matrix.data_ptr(), *matrix.shape, matrix.stride(0))
+
+
+def _prepare(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, schedule: WideSchedule
+) -> PreparedLaunch | None:
+    if schedule.gated and residual is not None:
+        raise ValueError("with a gate there is no residual")
+    (rows, inputs), outputs = x.shape, out.shape[1]
+    planned = plan(rows, outputs, schedule, multiprocessors(x.device))
+    kernel = _kernel(schedule, x.dtype, residual is not None, x.get_device())
+    if kernel is None:
+        return None
+    results = [
+        mapped(matrix, schedule.tokens, planned.out_box) for matrix in (out if residual is None else residual, out)
+    ]
+    return kernel.prepare(
+        *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, schedule.cluster, True),
+        *((mapped_halves if schedule.gated else mapped)(weight, planned.weight_box), mapped(x, planned.x_box)),
+        *(*results, rows, outputs, inputs),
+    )
+
+
+@cache
+def _kernel(schedule: WideSchedule, dtype: torch.dtype, residual: bool, index: int) -> CudaKernel | None:
+    """None, with a warning, where there is no compiler, or none whose kernels the driver takes."""
+    text, defines = source(schedule, dtype, residual)
+    try:
+        return CudaKernel(compile_cuda(text, defines, name=_SOURCE.name), "wide_linear", index)
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"wide linear layers are left to other kernels: {error}", stacklevel=2)
+        return None
+
+
+def _check(schedule: WideSchedule) -> None:
+    tokens, groups = schedule.tokens, schedule.groups
+    if not 0 < tokens <= MAX_TOKENS or tokens % TOKENS_STEP:
+        raise ValueError(f"tokens must be a multiple of {TOKENS_STEP} up to {MAX_TOKENS}, got {tokens}")
+    if not 1 <= groups <= MAX_GROUPS or not has_registers(tokens, groups):
+        raise ValueError(f"groups must be 1 to {MAX_GROUPS} whose sums of {tokens} tokens fit, got {groups}")
+    if not 1 <= schedule.cluster <= MAX_CLUSTER or schedule.band < 1:
+        raise ValueError(f"cluster must be 1 or {MAX_CLUSTER}, and band at least 1, got {schedule}")
+    if stages_of(schedule) < 2 or shared_bytes(schedule) > SHARED_BYTES:
+        raise ValueError(f"stages must be 2 or more that fit {SHARED_BYTES} bytes, got {schedule}")
+
+
+def _group_outputs(schedule: WideSchedule) -> int:
+    return GROUP_ROWS // (1 + schedule.gated)
+
+
+def _stage_bytes(schedule: WideSchedule) -> int:
+    """With its barriers."""
+    return ROW_BYTES * (GROUP_ROWS * schedule.groups + schedule.tokens) + 16
+
+
+def _other_bytes(schedule: WideSchedule) -> int:
+    """Results, and a barrier for each group's residual."""
+    return schedule.groups * (2 * schedule.tokens * _group_outputs(schedule) + 8)
