@@ -175,13 +175,13 @@ def varied(variant: str) -> Iterator[None]:
     if variant in ("as_is", "apart"):
         yield
         return
-    from bladellm_kernels import merge_attention_triton, ragged_decode_triton, ring_decode
+    from bladellm_kernels import merge_attention_triton, ragged_decode_triton, ring_decode, warp_rings
 
     with ExitStack() as patches:
         if variant == "unmerged":
             patches.enter_context(patch.object(ragged_decode_triton, "merge_segments", lambda *given: None))
         else:
-            for module in (merge_attention_triton, ragged_decode_triton, ring_decode):
+            for module in (merge_attention_triton, ragged_decode_triton, ring_decode, warp_rings):
                 patches.enter_context(patch.object(module, "early_launch", lambda device: {"EARLY": False}))
         yield
 
@@ -303,7 +303,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         default=[],
         help="fields of DecodeSchedule: block_kv,stages,warps,ctas_per_sm[,segment_blocks,idle_ns,stay_ns,"
-        "warp_specialized,lane_heads]",
+        "warp_specialized,lane_heads,late,merge_beside,private_rings]",
     )
     parser.add_argument("--variants", nargs="+", default=["as_is"], choices=["as_is", "apart", "late", "unmerged"])
     parser.add_argument("--unchecked", dest="check", action="store_false", help="time without comparing results")

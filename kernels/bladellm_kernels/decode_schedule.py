@@ -66,6 +66,8 @@ class DecodeSchedule:
     beside them. Else they begin on the first SMs that attention leaves, and what comes next there waits for them.
     warp_specialized: producer warps load, consumer warps attend, where `ring_decode.py` has a kernel for that; all
     stages are buffers then.
+    private_rings: every warp loads for itself, and waits for the others at the end of a segment only, where
+    `warp_rings.py` has a kernel for that. No default.
     """
 
     block_kv: int
@@ -79,6 +81,7 @@ class DecodeSchedule:
     lane_heads: int = 1
     late: bool = False
     merge_beside: bool = False
+    private_rings: bool = False
 
     def __post_init__(self) -> None:
         warps = self.warps // self.lane_heads

@@ -8,7 +8,7 @@ exchange nothing until the end of a segment. Scales are folded into scores and p
 import triton
 import triton.language as tl
 
-from bladellm_kernels import ring_decode
+from bladellm_kernels import ring_decode, warp_rings
 from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import (
     block_granule,
@@ -285,6 +285,8 @@ def launch_segments(call: DecodeCall) -> bool:
     their outputs too."""
     work, schedule = call.work, call.work.schedule
     shape = decode_shape(call.q, call.kv, work)
+    if schedule.private_rings and warp_rings.takes(call, shape):
+        return warp_rings.launch(call, shape)
     if schedule.warp_specialized and ring_decode.takes(call, shape):
         return ring_decode.launch(call, shape)
     shape = shape.of_one_head()
