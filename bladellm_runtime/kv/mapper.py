@@ -48,7 +48,12 @@ class Mapper:
         self._submitted = 0
         self._fault: Exception | None = None
         self._closing = False
-        self._changed = threading.Condition()
+        self._awaited: set[Job] = set()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        """What the thread waits for."""
+        self._arrived = threading.Condition(lock)
+        """What others wait for: that none of `_awaited` is left, so that they wake once and not for every job."""
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="kv-mapper", daemon=True)
         self._thread.start()
 
@@ -83,7 +88,8 @@ class Mapper:
         """Return when these jobs are done. Raises what `prepare` raised; the errors of jobs are theirs."""
         if not all(job.done for job in jobs):
             with self._changed:
-                self._changed.wait_for(lambda: all(job.done for job in jobs))
+                self._awaited.update(job for job in jobs if not job.done)
+                self._arrived.wait_for(lambda: not self._awaited)
         if self._fault is not None:
             raise self._fault
 
@@ -130,4 +136,6 @@ class Mapper:
         # The work may be all that keeps an arena alive.
         job.work = None
         job.done = True
-        self._changed.notify_all()
+        self._awaited.discard(job)
+        if not self._awaited:
+            self._arrived.notify_all()

@@ -105,6 +105,31 @@ def test_a_job_that_waits_is_asked_again_and_lets_urgent_ones_through(mapper):
     assert seen == ["urgent", "slow"]
 
 
+def test_who_waits_is_woken_once(mapper):
+    """Not for every job: each time would take Python's lock from the thread."""
+    go_on, waited = threading.Event(), []
+    jobs = [mapper.submit(pieces(lambda: go_on.wait(10)), KEY) for _ in range(20)]
+    arrived = mapper._arrived
+    original = arrived.wait
+    arrived.wait = lambda timeout=None: (waited.append(timeout), go_on.set(), original(timeout))[2]
+    mapper.wait(jobs)
+    assert all(job.done for job in jobs)
+    assert len(waited) == 1
+
+
+def test_several_threads_may_wait(mapper):
+    gates = [threading.Event() for _ in range(3)]
+    jobs = [mapper.submit(pieces(lambda gate=gate: gate.wait(10)), KEY) for gate in gates]
+    threads = [threading.Thread(target=mapper.wait, args=(jobs[:end],)) for end in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for gate in gates:
+        gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 KEYS = st.frozensets(st.tuples(st.just("slot"), st.integers(0, 4)), max_size=2)
 
 
