@@ -186,6 +186,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> RunningStep:
         repeatable = None
+        # Mapping ahead has all the time in which the host waits for the device.
+        self._arena.hold()
         try:
             self._arena.submit(plan.memory, Rows(plan.slots, plan.starts, plan.query_lens))
             # From here on the arena shows what the scheduler takes it to show, whether or not the step is done.
@@ -193,6 +195,8 @@ class ModelRunner:
             return self._run_plan(plan)
         except (RuntimeError, MemoryError, OSError) as error:
             raise step_error(error, repeatable) from error
+        finally:
+            self._arena.resume()
 
     def _run_plan(self, plan: StepPlan) -> RunningStep:
         for load in plan.loads:

@@ -136,6 +136,15 @@ class KvArena(ABC):
         """
         return
 
+    def hold(self) -> None:
+        """Put off what no step waits for, so that the caller has Python's lock to itself, until `resume` or for a
+        moment."""
+        return
+
+    def resume(self) -> None:
+        """End a `hold`."""
+        return
+
     @abstractmethod
     def move(self, moves: Sequence[Copy | SwapOut | SwapIn]) -> None:
         """Queue the copies, in order, before what the current stream is given next; on CUDA those to the host run

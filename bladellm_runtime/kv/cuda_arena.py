@@ -96,6 +96,12 @@ class CudaArena(GranuleArena):
         if failed:
             self._give_up(failed)
 
+    def hold(self) -> None:
+        self._mapper.hold()
+
+    def resume(self) -> None:
+        self._mapper.resume()
+
     def close(self) -> None:
         super().close()
         self._release()

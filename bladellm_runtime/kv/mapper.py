@@ -1,12 +1,15 @@
 """`Mapper`: a thread that carries out memory jobs beside the steps, first those that a step waits for."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 PAUSE_SECONDS = 5e-5
 """How long a job is left alone that has nothing to do but wait."""
+HOLD_SECONDS = 1e-3
+"""How long a `hold` keeps a piece of work from being done, at most: longer than a launch of decodes takes the host."""
 
 Key = tuple[str, int]
 
@@ -39,6 +42,9 @@ class Mapper:
     Whatever an urgent job has to come after is urgent as well, so the head of the first queue, or of the second while
     the first is empty, can always go on. It is looked up anew for every piece of work: an urgent job has to wait for
     one call of the driver. Those calls leave Python's lock to others, so that steps are planned and launched meanwhile.
+
+    What is done between the calls takes it, though, and whenever it changes hands the others lose tens of microseconds.
+    Who is in a hurry calls `hold`: then the second queue waits.
     """
 
     def __init__(self, prepare: Callable[[], None]) -> None:
@@ -48,6 +54,7 @@ class Mapper:
         self._submitted = 0
         self._fault: Exception | None = None
         self._closing = False
+        self._held_until = 0.0
         self._awaited: set[Job] = set()
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
@@ -63,8 +70,20 @@ class Mapper:
             self._submitted += 1
             job = Job(self._submitted, work, frozenset(keys), frozenset(shared))
             self._later.append(job)
-            self._changed.notify_all()
+            if not self._held():
+                self._changed.notify_all()
         return job
+
+    def hold(self) -> None:
+        """Put off what is not urgent until `resume`, or for `HOLD_SECONDS` where it was submitted before."""
+        self._held_until = time.perf_counter() + HOLD_SECONDS
+
+    def resume(self) -> None:
+        """End a `hold`."""
+        self._held_until = 0.0
+        if self._later:
+            with self._changed:
+                self._changed.notify_all()
 
     def urge(self, jobs: Collection[Job]) -> None:
         """Make jobs urgent, and what has to come before them."""
@@ -112,8 +131,14 @@ class Mapper:
         """The job to go on with, once there is one; None when the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._urgent or self._later or self._closing)
+            if self._held():
+                # No longer than that for each piece: a host that never rests must not keep jobs waiting for ever.
+                self._changed.wait_for(lambda: self._urgent or self._closing or not self._held(), HOLD_SECONDS)
             queue = self._urgent or self._later
             return queue[0] if queue else None
+
+    def _held(self) -> bool:
+        return time.perf_counter() < self._held_until
 
     def _go_on(self, job: Job) -> None:
         """Do one piece of a job."""

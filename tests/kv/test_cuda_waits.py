@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.kv import mapper
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Rows, Show, SwapIn, SwapOut
 from bladellm_runtime.request import SamplingParams
@@ -143,6 +144,23 @@ def test_a_step_waits_for_what_an_earlier_plan_had_ahead_for_it(arena, cuda):
     assert waiting.wait(SECONDS)
     assert mapped(arena, cuda, 2, 4)
     assert (arena.stats.joins, arena.granules(0)) == (1, [5])
+
+
+def test_a_hold_puts_off_views_ahead_but_none_that_a_step_enters(arena, cuda, monkeypatch):
+    monkeypatch.setattr(mapper, "HOLD_SECONDS", 60.0)
+    tokens = arena.spec.granule_tokens
+    arena.hold()
+    step(arena, [Show(1, 0, [1])], rows=[(1, 0, tokens)], ahead=[Show(0, 0, [0]), Show(1, 1, [2])])
+    arena.wait()
+    assert mapped(arena, cuda, 1, 1)
+    assert [view.job.done for view in arena._pending] == [True, False, False]
+    step(arena, rows=[(1, tokens, 1)])
+    arena.wait()
+    assert mapped(arena, cuda, 1, 2)
+    assert not mapped(arena, cuda, 0, 1)
+    arena.resume()
+    run_plan(arena)
+    assert mapped(arena, cuda, 0, 1)
 
 
 @pytest.mark.parametrize("move", [Copy(1, 6, 3), SwapIn(0, 6)])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bladellm_runtime.kv import mapper as module
 from bladellm_runtime.kv.mapper import Mapper
 from tests.support.cases import examples
 
@@ -128,6 +129,56 @@ def test_several_threads_may_wait(mapper):
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_hold_puts_off_what_is_not_urgent(mapper, monkeypatch):
+    monkeypatch.setattr(module, "HOLD_SECONDS", 60.0)
+    seen = []
+    before = mapper.submit(pieces(lambda: seen.append("before")), [("slot", 0)])
+    mapper.wait([before])
+    mapper.hold()
+    ahead = mapper.submit(pieces(lambda: seen.append("ahead")), [("slot", 1)])
+    urgent = mapper.submit(pieces(lambda: seen.append("urgent")), [("slot", 2)])
+    mapper.urge([urgent])
+    mapper.wait([urgent])
+    assert not ahead.done
+    mapper.resume()
+    mapper.wait([ahead])
+    assert seen == ["before", "urgent", "ahead"]
+
+
+def test_a_hold_comes_between_the_pieces_of_a_job(mapper, monkeypatch):
+    monkeypatch.setattr(module, "HOLD_SECONDS", 60.0)
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+    job = mapper.submit(pieces(begun.set, lambda: go_on.wait(10), lambda: seen.append("last")), [("slot", 0)])
+    assert begun.wait(10)
+    mapper.hold()
+    go_on.set()
+    urgent = mapper.submit(pieces(lambda: seen.append("urgent")), [("slot", 1)])
+    mapper.urge([urgent])
+    mapper.wait([urgent])
+    assert seen == ["urgent"]
+    mapper.resume()
+    mapper.wait([job])
+    assert seen == ["urgent", "last"]
+
+
+def test_jobs_go_on_under_a_host_that_never_rests(mapper):
+    """One hold after the other, as of steps that the device does in no time."""
+    job = mapper.submit(pieces(*[lambda: None] * 20), KEY)
+    end = time.perf_counter() + 10
+    while not job.done and time.perf_counter() < end:
+        mapper.hold()
+    assert job.done
+
+
+def test_closing_ends_a_hold(monkeypatch):
+    monkeypatch.setattr(module, "HOLD_SECONDS", 60.0)
+    done, mapper = [], Mapper(lambda: None)
+    mapper.hold()
+    mapper.submit(pieces(lambda: done.append(1)), KEY)
+    mapper.close()
+    assert done == [1]
 
 
 KEYS = st.frozensets(st.tuples(st.just("slot"), st.integers(0, 4)), max_size=2)

@@ -131,6 +131,14 @@ def test_the_host_part_of_a_step_is_measured():
     assert [line.split(" | ")[0] for line in done.stdout.splitlines()[2:]] == ["| 1", "| 4"]
 
 
+def test_what_mapping_costs_the_host_is_measured():
+    script = ROOT / "recipes" / "benchmarks" / "mapping_beside_host.py"
+    done = run_script(script, "--granules", "1", "--steps", "5", "--step_ms", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(" | ")[:2] for line in done.stdout.splitlines()[2:]]
+    assert rows == [["| 0", "none"], ["| 1", "at once"], ["| 1", "held back"]]
+
+
 def test_kernels_that_overlap_are_busy_once(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))
     from decode_steps import busy_share
