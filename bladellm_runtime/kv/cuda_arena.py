@@ -153,8 +153,8 @@ class CudaArena(GranuleArena):
 
     def _entered(self, rows: Rows) -> list[Pending]:
         """Pending views of positions that a step's rows read or write."""
-        granules = rows.granules(self.spec.granule_tokens, self.spec.num_slots)
-        return [view for view in self._pending if view.start < granules[view.slot]]
+        ends, tokens = rows.ends(self.spec.num_slots), self.spec.granule_tokens
+        return [view for view in self._pending if view.start * tokens < ends[view.slot]]
 
     def _give_up(self, failed: Sequence[Pending]) -> None:
         """Leave slots with what they show before the views that failed, and raise."""

@@ -62,12 +62,11 @@ class Rows(NamedTuple):
     starts: Ints
     query_lens: Ints
 
-    def granules(self, granule_tokens: int, num_slots: int) -> list[int]:
-        """How many of its first granules the step enters, by slot."""
+    def ends(self, num_slots: int) -> Ints:
+        """How many of its first tokens the step enters, by slot."""
         entered = np.zeros(num_slots, np.int64)
-        entered[self.slots] = -(-(self.starts + self.query_lens) // granule_tokens)
-        found: list[int] = entered.tolist()
-        return found
+        entered[self.slots] = self.starts + self.query_lens
+        return entered
 
 
 @dataclass(slots=True)
