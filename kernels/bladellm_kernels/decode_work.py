@@ -102,7 +102,8 @@ class DecodeWorkspace:
         """KV tokens of a step beyond which it is `long`."""
         self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
-        batches, settings = (1, min(FEW_SEQUENCES.start, max_batch), max_batch), (ALONE, DecodeSetting(long=True))
+        batches = 1, min(FEW_SEQUENCES.start, max_batch), max_batch
+        settings = ALONE, DecodeSetting(fused=True), DecodeSetting(long=True)
         programs = {count: max(self.programs(count, *case) for case in product(batches, settings)) for count in queries}
         rows = max((programs[count] + max_batch) * count for count in queries) * heads
         self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)

@@ -1,6 +1,7 @@
 """The warp-specialized decode kernel for Hopper: run in Python, compiled without a GPU, and on one."""
 
 import dataclasses
+import itertools
 import random
 import re
 from itertools import pairwise
@@ -178,7 +179,7 @@ def test_few_sequences_leave_their_states_to_a_kernel_behind(monkeypatch):
     assert_close(merged.half(), ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
 
 
-LAYERS = [((32, 8, 128), False), ((32, 8, 128), True), ((40, 40, 128), False)]
+LAYERS = [((32, 8, 128), 4), ((32, 8, 128), 64), ((40, 40, 128), 64)]
 """Heads of a layer, and whether its sequences are long."""
 
 
@@ -198,12 +199,12 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
 
 @pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS), ids=str)
 def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatch, tmp_path):
-    heads, long = layer
-    schedule = default_schedule(
-        128, KV_FORMATS[format_name], torch.bfloat16, batch=4, setting=DecodeSetting(long=long), kv_heads=heads[1]
-    )
+    heads, batch = layer
+    schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16, batch=batch, kv_heads=heads[1])
     assert schedule.warp_specialized
-    assert schedule.lane_heads == (2 if "int4" in format_name and (long or heads[1] == 40) else 1)
+    # What warps with rings of their own do not take, this kernel does by the same schedule.
+    assert schedule.private_rings == ("int4" in format_name and batch == 4)
+    assert schedule.lane_heads == (2 if "int4" in format_name and batch == 64 else 1)
     case = decode_case(format_name, torch.bfloat16, heads, [500, 70], granule_tokens=256)
     case = dataclasses.replace(case, kv=dataclasses.replace(case.kv, payload=aligned(case.kv.payload)))
     kernel = compiled_kernel(case, schedule, monkeypatch)
@@ -269,19 +270,19 @@ def test_work_is_planned_for_the_kernel_that_takes_it(hopper, paged, head_dim, s
 
 @pytest.mark.parametrize(("kv_heads", "batch", "long", "together"), [
     (8, 16, True, 2), (8, 17, True, 1), (8, 16, False, 1), (8, 3, True, 2), (8, 2, True, 1), (1, 8, True, 1),
-    (3, 8, True, 1), (16, 200, False, 2), (16, 1, False, 2),
+    (3, 8, True, 1), (16, 200, False, 2), (16, 1, False, 2), (8, 63, False, 1), (8, 64, False, 2),
 ])  # fmt: skip
-def test_programs_take_two_heads_of_many_or_of_few_long_sequences(kv_heads, batch, long, together, monkeypatch):
-    """Of 4 bits; and the workspace has room for the states of either schedule's programs."""
+def test_programs_take_two_heads_of_many_or_of_certain_sequences(kv_heads, batch, long, together, monkeypatch):
+    """Of 128 bytes a token and head; and the workspace has room for the states of either schedule's programs."""
     from bladellm_kernels import decode_work
 
     monkeypatch.setattr(decode_work, "is_hopper", lambda device: True)
     monkeypatch.setattr(decode_work, "multiprocessors", lambda device: 132)
-    shape = (torch.device("cpu"), 200, 4 * kv_heads, kv_heads, 128, 1)
-    workspace = DecodeWorkspace(*shape, KV_FORMATS["int4"])
+    workspace = DecodeWorkspace(torch.device("cpu"), 200, 4 * kv_heads, kv_heads, 64, 1, KV_FORMATS["int8"])
     assert workspace.schedule(1, batch, DecodeSetting(long=long)).lane_heads == together
     assert workspace.differs_by_length(batch) == (3 <= batch <= 16), "the same on all ranks, whatever heads they have"
     assert len(workspace.lse) >= (workspace.programs(1, batch, DecodeSetting(long=long)) + batch) * 4 * kv_heads
+    shape = (torch.device("cpu"), 200, 4 * kv_heads, kv_heads, 128, 1)
     eight_bits, late = DecodeWorkspace(*shape, KV_FORMATS["int8"]), DecodeSetting(fused=True, late=True)
     assert not eight_bits.differs_by_length(batch)
     assert eight_bits.differs_by_length(batch, FUSED)
@@ -292,6 +293,24 @@ def test_programs_take_two_heads_of_many_or_of_few_long_sequences(kv_heads, batc
     for each in (workspace, eight_bits, plain):
         short, long = (each.schedule(1, batch, dataclasses.replace(late, long=long)) for long in (False, True))
         assert short == long or each.differs_by_length(batch, late)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 16])
+@pytest.mark.parametrize("max_batch", [2, 200])
+def test_warps_have_rings_of_their_own_for_fewer_sequences_of_4_bits(kv_heads, max_batch, monkeypatch):
+    """But where programs without work stay on their SMs; there is room for the states of either."""
+    from bladellm_kernels import decode_work
+
+    monkeypatch.setattr(decode_work, "is_hopper", lambda device: True)
+    monkeypatch.setattr(decode_work, "multiprocessors", lambda device: 132)
+    workspace = DecodeWorkspace(torch.device("cpu"), max_batch, 32, kv_heads, 128, 1, KV_FORMATS["int4_affine"])
+    late, long = DecodeSetting(fused=True, late=True), DecodeSetting(fused=True, long=True)
+    for setting, batch in itertools.product((DecodeSetting(), FUSED, late, long), (1, 2, 63, 64, 200)):
+        private = batch < 64 and setting != FUSED
+        assert workspace.schedule(1, batch, setting).private_rings is private
+        assert len(workspace.lse) >= (workspace.programs(1, min(batch, max_batch), setting) + max_batch) * 32
+    halves = DecodeWorkspace(torch.device("cpu"), 8, 32, kv_heads, 64, 1, KV_FORMATS["int8"])
+    assert not halves.schedule(1).private_rings
 
 
 def aligned(payload: torch.Tensor) -> torch.Tensor:

@@ -336,12 +336,12 @@ def test_replays_give_the_same_bits(format_name, ctas, monkeypatch):
     workspace = workspace_of(case, SCHEDULES[ctas])
     now = case.kv_lens.clone()
     memory = (case.q, case.kv, case.base_rows, case.slots, now)
-    outs = [torch.empty_like(case.q) for _ in range(4)]
+    outs, longest = [torch.empty_like(case.q) for _ in range(4)], case.longest
 
     def step() -> None:
         work = workspace.plan(now)
         for out in outs:
-            ragged_decode_attention(*memory, case.longest, case.scale, work=work, out=out)
+            ragged_decode_attention(*memory, longest, case.scale, work=work, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -369,7 +369,7 @@ def test_the_newest_tokens_and_queries_are_those_that_the_kernels_before_wrote(l
     case = gpu_case("int4", torch.bfloat16, (32, 8, 128), lens)
     rows = newest_rows(case).cuda()
     workspace = workspace_of(case, SCHEDULES[ctas])
-    q, count = torch.empty_like(case.q), len(lens)
+    q, count, longest = torch.empty_like(case.q), len(lens), case.longest
     memory = (q, case.kv, case.base_rows, case.slots, case.kv_lens)
     written = torch.randint(0, 256, (6, count, 2, 8, 64), device="cuda").to(torch.uint8)
     queries = [torch.randn_like(q) * 3 for _ in written]
@@ -380,7 +380,7 @@ def test_the_newest_tokens_and_queries_are_those_that_the_kernels_before_wrote(l
         for new, query, out in zip(written, queries, outs, strict=True):
             q.copy_(query)
             case.kv.payload.index_copy_(0, rows, new)
-            ragged_decode_attention(*memory, case.longest, case.scale, work=work, out=out)
+            ragged_decode_attention(*memory, longest, case.scale, work=work, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()
