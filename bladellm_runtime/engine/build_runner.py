@@ -116,6 +116,7 @@ def build_runner(
         table.add("LoRA adapters", adapters)
     with times.phase("compile kernels"):
         compiling.wait()
+        model.prepare()
         if others is not None:
             others.every.barrier()
     with times.phase("allocate memory"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.delayed_norm import DelayedNorm, delayed_norm
-from bladellm_kernels.linear import adds_residual, gate_is_part, linear, linear_silu_mul
+from bladellm_kernels.linear import adds_residual, gate_is_part, linear, linear_silu_mul, prepare_linear
 from bladellm_kernels.linear_schedules import MAX_ROWS
 from bladellm_kernels.normed_linear import (
     linear_add,
@@ -36,6 +36,10 @@ class LinearLayer(ABC):
     def takes_parts(self) -> bool:
         """Whether some of a step's rows can be given without the others."""
         return True
+
+    def prepare(self) -> None:
+        """Compile kernels that no step before ready may need."""
+        return
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,6 +110,10 @@ class Linear(LinearLayer):
         self.outputs = len(weight)
         self.bytes = sum(part.nbytes for part in (weight, bias) if part is not None)
 
+    def prepare(self) -> None:
+        if self.bias is None:
+            prepare_linear(self.weight)
+
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         plain = x.is_cpu and out is None
         return F.linear(x, self.weight, self.bias) if plain else linear(x, self.weight, self.bias, out)
@@ -158,6 +166,10 @@ class StackedLinear(LinearLayer):
         self.pieces = tuple(pieces)
         self.bytes = sum(piece.bytes for piece in pieces)
         self.outputs = sum(piece.outputs for piece in pieces)
+
+    def prepare(self) -> None:
+        for piece in self.pieces:
+            piece.prepare()
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.cat([piece(x) for piece in self.pieces], dim=1, out=out)

@@ -63,6 +63,9 @@ class LinearWithLoRA(LinearLayer):
         self._expand(shrunk, y)
         return y
 
+    def prepare(self) -> None:
+        self.layer.prepare()
+
     @property
     def takes_parts(self) -> bool:
         # Adapters are those of all rows of a step.

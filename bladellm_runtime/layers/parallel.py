@@ -25,6 +25,9 @@ class RowParallelLinear(LinearLayer):
         self.outputs = layer.outputs
         self._communicator = communicator
 
+    def prepare(self) -> None:
+        self.layer.prepare()
+
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._communicator.all_reduce(self.layer(x, out))
 

@@ -100,6 +100,10 @@ class DecoderLayer:
         stream = self.attention.of_wanted(stream, wanted, batch, cos, sin, self.mlp_norm)
         return self.mlp(stream, next_norm) if len(wanted.tokens) else stream
 
+    def prepare(self) -> None:
+        for linear in (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down):
+            linear.prepare()
+
     def fuses(self, rows: int) -> bool:
         """Whether all linear layers fuse with the operators around them, of so many tokens."""
         others = (self.attention.qkv, self.attention.output, self.mlp.down)
@@ -134,6 +138,10 @@ class Decoder:
         self.lora = weights.lora
         self._communicator = communicator
         self._fusing: dict[tuple[int, bool], bool] = {}
+
+    def prepare(self) -> None:
+        """Compile the kernels that its layers, which are alike, may need and no step before ready does."""
+        self.layers[0].prepare()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

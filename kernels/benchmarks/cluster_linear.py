@@ -30,11 +30,13 @@ from bladellm_kernels.cluster_linear import (
     launch_cluster_linear,
     most_stages,
     plan,
+    source,
 )
 from bladellm_kernels.linear import linear, linear_silu_mul, measured_table
 from bladellm_kernels.linear_schedules import save_table
 from bladellm_kernels.multiprocessors import multiprocessors
 from cluster_table import with_clusters
+from compile_ahead import compile_ahead
 from cublaslt_candidates import Problem, graph_of, replayed
 from gpu_timing import machine
 from linear_step import Shape, models
@@ -121,6 +123,9 @@ def measure(
 ) -> tuple[list[str], ClusterSchedule | None]:
     """A line for `linear`, and for each of the fastest schedules; the fastest one, None where `linear` is faster."""
     shape, rows = problem.shape, len(problem.x)
+    x_rows = [plan(rows, shape.outputs, schedule).x_box for schedule in choices]
+    sources = (source(*choice, problem.x.dtype, problem.adds) for choice in zip(choices, x_rows, strict=True))
+    compile_ahead(sources, "cluster_linear.cu")
     faults = {schedule: fault_of(problem, schedule) for schedule in choices}
     lines = [f"| {rows} | {shape.name} | wrong: {fault} | | {described(schedule, shape, rows)} |"
              for schedule, fault in faults.items() if fault]  # fmt: skip

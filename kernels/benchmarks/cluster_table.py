@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from bladellm_kernels.linear_schedules import ClusterSchedule, Entry, ScheduleTable
+from bladellm_kernels.linear_schedules import ClusterSchedule, Entry, ScheduleTable, WideSchedule
 from cublaslt_table import below_reach, rule_entries
 
 
 def with_clusters(
-    base: ScheduleTable, key: tuple[int, int, bool], chosen: Mapping[int, ClusterSchedule | None]
+    base: ScheduleTable, key: tuple[int, int, bool], chosen: Mapping[int, ClusterSchedule | WideSchedule | None]
 ) -> ScheduleTable:
     """The base with the schedules of a layer that were chosen for the rows measured, None where there is none.
 

@@ -180,6 +180,18 @@ def sustained(graphs: Sequence[torch.cuda.CUDAGraph], seconds: float) -> list[fl
     return [statistics.mean(found) for found in spans]
 
 
+def after_pauses(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, pause: float) -> list[float]:
+    """Median seconds of each graph, in turn, each time after so many seconds without work: for a few milliseconds the
+    clock is not bound by power then, as that of a lone prompt is not."""
+    spans: list[list[float]] = [[] for _ in graphs]
+    for _ in range(repeats):
+        for graph, found in zip(graphs, spans, strict=True):
+            torch.cuda.synchronize()
+            time.sleep(pause)
+            found.append(_replay(graph, 1))
+    return [statistics.median(found) for found in spans]
+
+
 def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
     """Mean seconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -20,6 +20,7 @@ from bladellm_kernels.linear_schedules import (
     LinearSchedule,
     Schedule,
     ScheduleTable,
+    WideSchedule,
     load_table,
     may_apply_gate,
 )
@@ -74,7 +75,7 @@ def linear(
     """
     check_arguments(x, weight, bias, out, residual, weight.shape[0])
     schedule = schedule_for(x, weight, outputs=measured)
-    if isinstance(schedule, CublasLtSchedule | ClusterSchedule):
+    if isinstance(schedule, CublasLtSchedule | ClusterSchedule | WideSchedule):
         return _or_by_torch(schedule, x, weight, bias, out, residual)
     if schedule is None:
         return _by_torch(x, weight, bias, out, residual)
@@ -91,11 +92,11 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
         raise ValueError(f"weight must have as many rows for the gate as for the other half, got {weight.shape[0]}")
     check_arguments(x, weight, None, out, None, weight.shape[0] // 2)
     schedule = schedule_for(x, weight, gated=True)
-    if schedule is not None and not isinstance(schedule, CublasLtSchedule | ClusterSchedule):
+    if schedule is not None and not isinstance(schedule, CublasLtSchedule | ClusterSchedule | WideSchedule):
         return _launch(schedule, x, weight, None, out, None, 2)
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)
-    if isinstance(schedule, ClusterSchedule) and _launched_cluster(schedule, x, weight, out, None):
+    if isinstance(schedule, ClusterSchedule | WideSchedule) and _launched(schedule, x, weight, out, None):
         return out
     if not _by_many_rows(x, weight, out):
         silu_mul(linear(x, weight), out=out)
@@ -109,7 +110,21 @@ def adds_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def gate_is_part(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear_silu_mul` of so many rows is one kernel, or may be."""
-    return may_apply_gate(len(x)) or isinstance(schedule_for(x, weight, gated=True), ClusterSchedule)
+    return may_apply_gate(len(x)) or isinstance(schedule_for(x, weight, gated=True), ClusterSchedule | WideSchedule)
+
+
+def prepare_linear(weight: torch.Tensor) -> None:
+    """Compile and load all kernels in CUDA C++ that `linear` and `linear_silu_mul` may take for many rows of x.
+
+    weight: [N, K], on the current device. Nothing where there are none for it, or no compiler: with a warning then.
+    """
+    (rows, inputs), table = weight.shape, _given_table or measured_table(weight.device)
+    if not weight.is_cuda or weight.dtype not in TYPES or torch.version.hip is not None:
+        return
+    from bladellm_kernels.wide_linear import prepare_kernels
+
+    plain = table.wide_schedules(rows, inputs, False)
+    prepare_kernels([*plain, *table.wide_schedules(rows // 2, inputs, True)], weight)
 
 
 def linear_reference(
@@ -136,13 +151,7 @@ def schedule_for(
     """The schedule of a kernel, or None where torch computes it: no CUDA, no rows, other types, odd layouts, or where
     the table leaves it to cuBLAS. outputs: as if the weight had so many, where nobody measured its shape."""
     rows, inputs = x.shape
-    if (
-        not x.is_cuda
-        or rows == 0
-        or (gated and rows > MAX_ROWS)
-        or x.dtype not in TYPES
-        or torch.version.hip is not None
-    ):
+    if not x.is_cuda or rows == 0 or x.dtype not in TYPES or torch.version.hip is not None:
         return None
     if inputs == 0 or len(weight) == 0 or not _fits(x) or not _fits(weight):
         return None
@@ -190,24 +199,24 @@ def _launch(
 
 
 def _or_by_torch(
-    schedule: CublasLtSchedule | ClusterSchedule,
+    schedule: CublasLtSchedule | ClusterSchedule | WideSchedule,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """By the algorithm of cuBLASLt or by clusters, or the algorithm that cuBLAS chooses where they do not fit."""
+    """By the algorithm of cuBLASLt or in CUDA C++, or by the algorithm that cuBLAS chooses where these do not fit."""
     result = x.new_empty(len(x), len(weight)) if out is None else out
     if isinstance(schedule, CublasLtSchedule):
         done = multiply(schedule, x, weight, bias, residual, result)
     else:
-        done = bias is None and _launched_cluster(schedule, x, weight, result, residual)
+        done = bias is None and _launched(schedule, x, weight, result, residual)
     return result if done else _by_torch(x, weight, bias, result, residual)
 
 
-def _launched_cluster(
-    schedule: ClusterSchedule,
+def _launched(
+    schedule: ClusterSchedule | WideSchedule,
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -215,7 +224,10 @@ def _launched_cluster(
 ) -> bool:
     """Whether the kernel can read and write them, on this machine; launched then."""
     from bladellm_kernels.cluster_linear import cluster_fits, launch_cluster_linear
+    from bladellm_kernels.wide_linear import launch_wide_linear, wide_fits
 
+    if isinstance(schedule, WideSchedule):
+        return wide_fits(x, weight, out, residual) and launch_wide_linear(x, weight, out, residual, schedule)
     return cluster_fits(x, weight, out, residual) and launch_cluster_linear(x, weight, out, residual, schedule)
 
 

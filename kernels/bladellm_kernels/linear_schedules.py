@@ -125,15 +125,38 @@ class ClusterSchedule:
     gated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class WideSchedule:
+    """Tensor cores of a Hopper, clusters that share rows of x and take tile after tile (`wide_linear`).
+
+    tokens: rows of x in a tile, a multiple of 16; groups: consumer warpgroups, of 64 rows of the weight each; cluster:
+    CTAs that share the rows of x, 1 or 2; band: tiles of rows that are taken together, so that their x stays in the L2
+    cache; stages: of 64 inputs, on their way or in use, None for as many as fit. gated: SiLU · mul follows, and a group
+    has 32 outputs of each half.
+    """
+
+    tokens: int = 256
+    groups: int = 2
+    cluster: int = 2
+    band: int = 16
+    stages: int | None = None
+    gated: bool = True
+
+
 _HALF_SHARED = 112 * 1024
 """Bytes of shared memory that programs of two kernels may take on an SM beside each other."""
 
 Schedule = GemvSchedule | DotSchedule | HopperSchedule
 """Of kernels of our own."""
 
-LinearSchedule = Schedule | CublasLtSchedule | ClusterSchedule
+LinearSchedule = Schedule | CublasLtSchedule | ClusterSchedule | WideSchedule
 KINDS: dict[str, type[Schedule]] = {"gemv": GemvSchedule, "dot": DotSchedule, "hopper": HopperSchedule}
-_STORED: dict[str, type[LinearSchedule]] = {**KINDS, "cublaslt": CublasLtSchedule, "cluster": ClusterSchedule}
+_STORED: dict[str, type[LinearSchedule]] = {
+    **KINDS,
+    "cublaslt": CublasLtSchedule,
+    "cluster": ClusterSchedule,
+    "wide": WideSchedule,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +183,13 @@ class ScheduleTable:
         if not known:
             return default_schedule(rows, gated)
         place = bisect_left(known, rows, key=_rows_of)
-        return known[place].schedule if place < len(known) else None
+        return known[place].schedule if place < len(known) else many_rows_schedule(rows, gated)
+
+    def wide_schedules(self, outputs: int, inputs: int, gated: bool) -> set[WideSchedule]:
+        """All that `choose` may take of a layer, whatever its rows."""
+        found = {entry.schedule for entry in self.entries.get((outputs, inputs, gated), ())}
+        found.add(many_rows_schedule(MANY_ROWS, gated))
+        return {schedule for schedule in found if isinstance(schedule, WideSchedule)}
 
     def choose_with_norms(self, rows: int, outputs: int, inputs: int, gated: bool = False) -> HopperSchedule | None:
         """The same of a table for layers with norms, which kernels for Hopper alone have; None for other operators."""
@@ -171,7 +200,12 @@ class ScheduleTable:
         return schedule if isinstance(schedule, HopperSchedule) else None
 
 
-def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
+def many_rows_schedule(rows: int, gated: bool) -> WideSchedule | None:
+    """For more rows than anybody measured, None for cuBLAS, and what follows it."""
+    return WideSchedule() if gated and rows >= MANY_ROWS else None
+
+
+def default_schedule(rows: int, gated: bool = False) -> Schedule | WideSchedule | None:
     """For shapes nobody measured, None for cuBLAS: it was faster from 17 rows on with nearly all that were.
 
     About 48 KiB of weight must be under way in a multiprocessor for the bandwidth of its memory, and two programs of a
@@ -180,7 +214,7 @@ def default_schedule(rows: int, gated: bool = False) -> Schedule | None:
     if rows <= 2:
         return GemvSchedule(block_n=4 // (1 + gated), block_k=1024, prefetch=8192)
     if rows > 16:
-        return None
+        return many_rows_schedule(rows, gated)
     block_m = max(8, power_of_two(rows))
     return DotSchedule(block_m, block_n=64, block_k=128 // (1 + gated), stages=4, prefetch=32768)
 
@@ -227,7 +261,7 @@ def _gates(schedule: LinearSchedule | None) -> bool | None:
     """Whether a schedule applies a gate; None where it is for both."""
     if isinstance(schedule, CublasLtSchedule):
         return False
-    return schedule.gated if isinstance(schedule, ClusterSchedule) else None
+    return schedule.gated if isinstance(schedule, ClusterSchedule | WideSchedule) else None
 
 
 def _entry_fields(entry: Entry) -> dict[str, object]:

@@ -8,6 +8,9 @@ its ring fills on while results are written. It reads the weight ahead while the
 """
 
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,32 +32,20 @@ from bladellm_kernels.hopper_parts import (
     mapped_halves,
     threads_of,
 )
+from bladellm_kernels.linear_schedules import WideSchedule
 from bladellm_kernels.multiprocessors import multiprocessors
 
 MAX_TOKENS, TOKENS_STEP = 256, 16
 """Rows of x that one tile can have, and what they are a multiple of: two matrices of results, a swizzled half."""
 MAX_GROUPS, MAX_CLUSTER = 3, 2
+MAX_COMPILERS = 8
+"""Threads: NVRTC leaves Python's lock to others."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 _launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class WideSchedule:
-    """tokens: rows of x in a tile, a multiple of 16; groups: consumer warpgroups, of 64 rows of the weight each;
-    cluster: CTAs that share the rows of x, 1 or 2; band: tiles of rows that are taken together, so that their x stays
-    in the L2 cache; stages: of 64 inputs, on their way or in use, None for as many as fit. gated: SiLU · mul follows,
-    and a group has 32 outputs of each half."""
-
-    tokens: int = 256
-    groups: int = 2
-    cluster: int = 2
-    band: int = 8
-    stages: int | None = None
-    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +107,27 @@ def tile_outputs(schedule: WideSchedule) -> int:
 
 
 def wide_fits(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
-    """Whether the kernel can read and write them: on a Hopper, of one half precision, rows at whole 16 bytes."""
+    """Whether the kernel can read and write them: on the current device, a Hopper, of one half precision, rows at whole
+    16 bytes."""
     given = [x, weight, out] if residual is None else [x, weight, out, residual]
     if not on_hopper(x) or x.dtype not in TYPES or any(matrix.dtype != x.dtype for matrix in given):
         return False
-    return out.shape[1] % 8 == 0 and all(lies_well(matrix) for matrix in given)
+    if torch._C._cuda_getDevice() != x.get_device():
+        return False
+    return len(x) > 0 and out.shape[1] % 8 == 0 and all(lies_well(matrix) for matrix in given)
+
+
+def prepare_kernels(schedules: Sequence[WideSchedule], weight: torch.Tensor) -> None:
+    """Compile side by side, and load, the kernels of schedules for a weight on a Hopper, with a residual and without.
+    Weights of the same type have the same ones."""
+    if not on_hopper(weight):
+        return
+    kernels = [(schedule, residual) for schedule in schedules for residual in (False, True)[: 2 - schedule.gated]]
+    with ThreadPoolExecutor(MAX_COMPILERS) as pool, suppress(OSError, RuntimeError):
+        sources = [source(schedule, weight.dtype, residual) for schedule, residual in kernels]
+        list(pool.map(lambda given: compile_cuda(given[0], given[1], name=_SOURCE.name), sources))
+    for schedule, residual in kernels:
+        _kernel(schedule, weight.dtype, residual, weight.get_device())
 
 
 def launch_wide_linear(
@@ -129,7 +136,7 @@ def launch_wide_linear(
     """Write silu(gate) · up of `x · weightᵀ` to out, on the current stream; or without a gate `x · weightᵀ + residual`.
 
     x: [M, K]; weight: [2 · N, K], the gate's rows first, or [N, K]; out: [M, N]; residual: [M, N], may be out, none
-    with a gate; `wide_fits`, on the current device. Summed in float32. The first launch of a schedule compiles the
+    with a gate; `wide_fits`. Summed in float32. The first launch of a schedule compiles the
     kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not write
     the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it. Raises
     ValueError where the schedule does not fit.

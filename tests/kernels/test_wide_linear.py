@@ -80,7 +80,7 @@ def test_every_tile_is_taken_once_and_by_clusters_in_step(turn):
 
 
 def test_a_wave_reads_a_band_of_x_and_little_of_the_weight():
-    found = tiles(WideSchedule(), 8192, 14336, PROCESSORS)
+    found = tiles(WideSchedule(band=8), 8192, 14336, PROCESSORS)
     first = [block[0] for block in found]
     assert {token for token, _ in first} == set(range(0, 8 * 256, 256))
     assert len({output for _, output in first}) <= 18
