@@ -167,8 +167,8 @@ class EngineArgs:
     cuda_graph_prefill_tokens: list[int] = flag(
         [],
         "Token counts, decode rows and prefill chunks together, for which steps with prefill chunks are captured as "
-        "CUDA graphs, ascending; steps are padded up to the next one. 0: none. Default: 32 64 128 192 ... 1024 1152 "
-        "... 2048, up to --ragged_flash_max_batch_tokens.",
+        "CUDA graphs, ascending; steps are padded up to the next one. 0: none. Default: 32 64 96 ... 640 704 ... 1024 "
+        "1152 ... 2048, up to --ragged_flash_max_batch_tokens.",
         group="Engine", low=0, high=65536,
     )  # fmt: skip
     disable_cuda_graph: bool = flag(

@@ -20,7 +20,7 @@ from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.layers.batch import PrefillRow
 from bladellm_runtime.models.decoder import Decoder
 
-DEFAULT_SIZES = (32, *range(64, 1025, 64), 1152, 1280, 1536, 1792, 2048)
+DEFAULT_SIZES = (*range(32, 641, 32), *range(704, 1025, 64), 1152, 1280, 1536, 1792, 2048)
 """Token counts that are captured, and others padded to."""
 LAUNCHES = 1250.0
 """µs that the host takes to launch a layer's operators for a step with prefill chunks. Where attention alone takes the

@@ -274,9 +274,9 @@ def test_sizes_end_at_the_tokens_of_a_step():
     def sizes(**options) -> list[int]:
         return mixed_sizes(EngineArgs(model="m", **options))
 
-    assert sizes()[:6] == [32, 64, 128, 192, 256, 320]
+    assert sizes()[:6] == [32, 64, 96, 128, 160, 192]
     assert sizes()[-1] == 2048
-    assert sizes(ragged_flash_max_batch_tokens=200) == [32, 64, 128, 192, 200]
+    assert sizes(ragged_flash_max_batch_tokens=200) == [32, 64, 96, 128, 160, 192, 200]
     assert sizes(ragged_flash_max_batch_tokens=8192)[-1] == 2048
     assert sizes(cuda_graph_prefill_tokens=[3, 3000]) == [3, 2048]
     assert sizes(cuda_graph_prefill_tokens=[0]) == []
