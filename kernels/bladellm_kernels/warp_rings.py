@@ -1,7 +1,7 @@
-"""Decode attention of few long sequences of 4-bit KV on a Hopper, by warps that each have a ring of their own.
+"""Decode attention of 4-bit KV on a Hopper, by warps that each have a ring of their own.
 
-`warp_rings.cu` is the kernel: it leaves out what makes the warps of `ring_decode_hopper.py` wait for one another.
-Plans, segments and partial states are the same, and so is the merge behind it.
+`warp_rings.cu` is the kernel, behind its parts: it leaves out what makes the warps of `ring_decode_hopper.py` wait for
+one another. Plans, segments and partial states are the same, and so is the merge behind it.
 """
 
 import ctypes
@@ -38,6 +38,8 @@ _PIECE_BYTES = 16
 _MOST_REGISTERS = 255
 _TYPES = (torch.bfloat16, torch.float16)
 _SOURCE = Path(__file__).with_suffix(".cu")
+PARTS = "warp_instructions.cu", "warp_memory.cu", "warp_blocks.cu", "warp_rings.cu"
+"""Files of the kernel's text, in this order."""
 
 _launches: dict[tuple[object, ...], PreparedLaunch] = {}
 
@@ -163,7 +165,12 @@ def source(plan: RingPlan) -> tuple[str, dict[str, int | str]]:
         "GRANULE_TOKENS": plan.granule_tokens,
         "ROW_BYTES": plan.row_bytes,
     }
-    return _SOURCE.read_text(), defines
+    return "".join(_text(name) for name in PARTS), defines
+
+
+@cache
+def _text(name: str) -> str:
+    return _SOURCE.with_name(name).read_text()
 
 
 @cache
