@@ -83,6 +83,15 @@ def problem_of(shape: Shape, rows: int, pool: Tensor, plain: bool) -> Problem:
     return Problem(shape, x, list(parts), None, out, adds, expected)
 
 
+def start(args: argparse.Namespace) -> tuple[list[Shape], Tensor]:
+    """The layers that were asked for, and random numbers for all copies of the largest weight."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    print(", ".join(f"{name}: {value}" for name, value in machine().items()), flush=True)
+    shapes = [replace(shape, bias=False) for shape in models()[args.model].shapes if shape.name in args.layers]
+    numbers = max(copies(shape) * shape.bytes // 2 for shape in shapes)
+    return shapes, torch.randn(numbers, device="cuda", dtype=torch.bfloat16).mul_(2**-6)
+
+
 def copies(shape: Shape) -> int:
     return max(LEAST_COPIES, -(-POOL_BYTES // shape.bytes))
 
@@ -162,13 +171,8 @@ def arguments() -> argparse.Namespace:
 
 @torch.inference_mode()
 def main() -> None:
-    args, start = arguments(), time.perf_counter()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    print(", ".join(f"{name}: {value}" for name, value in machine().items()), flush=True)
-    shapes = [replace(shape, bias=False) for shape in models()[args.model].shapes if shape.name in args.layers]
-    pool = torch.randn(
-        max(copies(shape) * shape.bytes // 2 for shape in shapes), device="cuda", dtype=torch.bfloat16
-    ).mul_(2**-6)
+    args, began = arguments(), time.perf_counter()
+    shapes, pool = start(args)
     print("\n| rows | layer | µs | TB/s | by | CTAs | KiB | |\n" + "| --- " * 8 + "|", flush=True)
     table = measured_table(pool.device)
     for shape in shapes:
@@ -180,7 +184,7 @@ def main() -> None:
         table = with_clusters(table, (shape.outputs, shape.inputs, shape.gated), chosen)
     if args.out:
         save_table(table, args.out)
-    print(f"\n{time.perf_counter() - start:.0f} s")
+    print(f"\n{time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -28,12 +28,11 @@ from bladellm_kernels.hopper_parts import has_registers
 from bladellm_kernels.linear import measured_table
 from bladellm_kernels.linear_schedules import MAX_ROWS, WideSchedule, save_table
 from bladellm_kernels.wide_linear import MAX_TOKENS, TOKENS_STEP, launch_wide_linear, source, stages_of
-from cluster_linear import ERROR, by_linear, copies, problem_of
+from cluster_linear import ERROR, by_linear, problem_of, start
 from cluster_table import with_clusters
 from compile_ahead import compile_ahead
 from cublaslt_candidates import Problem, Work, after_pauses, graph_of, replayed, sustained
 from cublaslt_table import LEAST_GAIN
-from gpu_timing import machine
 from linear_step import Shape, models
 from torch import Tensor
 
@@ -150,13 +149,8 @@ def arguments() -> argparse.Namespace:
 
 @torch.inference_mode()
 def main() -> None:
-    args, start = arguments(), time.perf_counter()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    print(", ".join(f"{name}: {value}" for name, value in machine().items()), flush=True)
-    shapes = [replace(shape, bias=False) for shape in models()[args.model].shapes if shape.name in args.layers]
-    pool = torch.randn(
-        max(copies(shape) * shape.bytes // 2 for shape in shapes), device="cuda", dtype=torch.bfloat16
-    ).mul_(2**-6)
+    args, began = arguments(), time.perf_counter()
+    shapes, pool = start(args)
     head = "| rows | layer | by | µs in turn | µs in bursts | µs sustained | TFLOP/s |"
     print(f"\n{head}\n" + "| --- " * 7 + "|", flush=True)
     table = measured_table(pool.device)
@@ -173,7 +167,7 @@ def main() -> None:
         table = with_clusters(table, key, chosen)
     if args.out:
         save_table(table, args.out)
-    print(f"\n{time.perf_counter() - start:.0f} s")
+    print(f"\n{time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

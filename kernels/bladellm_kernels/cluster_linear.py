@@ -15,15 +15,12 @@ import torch
 
 from bladellm_kernels.cuda_compiler import compile_cuda
 from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
-from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.hopper_parts import (
     GROUP_ROWS,
     ROW_BYTES,
     SHARED_BYTES,
-    TYPES,
     has_registers,
     kernel_text,
-    lies_well,
     mapped,
     mapped_halves,
     threads_of,
@@ -110,19 +107,6 @@ def most_stages(tokens: int, groups: int, space: int = SHARED_BYTES) -> int:
     return space // (stage_bytes(tokens, groups) + 16)
 
 
-def cluster_fits(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
-) -> bool:
-    """Whether the kernel can read and write them: on the current device, a Hopper, of one half precision, rows at whole
-    16 bytes."""
-    given = [x, weight, out] if residual is None else [x, weight, out, residual]
-    if not on_hopper(x) or x.dtype not in TYPES or any(matrix.dtype != x.dtype for matrix in given):
-        return False
-    if torch._C._cuda_getDevice() != x.get_device():
-        return False
-    return 0 < len(x) <= MAX_TOKENS and out.shape[1] % 8 == 0 and all(lies_well(matrix) for matrix in given)
-
-
 def launch_cluster_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -132,7 +116,7 @@ def launch_cluster_linear(
 ) -> bool:
     """Write `x · weightᵀ + residual` to out, on the current stream; summed in float32.
 
-    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `cluster_fits`. With a gated schedule
+    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `matrices_fit`. With a gated schedule
     silu(gate) · up: weight [2 · N, K], the gate's rows first, and no residual. The first launch of a schedule compiles
     the kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not
     write the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.tensor_map import TensorMap, tensor_map
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -55,7 +56,20 @@ def mapped_halves(weight: torch.Tensor, box_rows: int) -> TensorMap:
     return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=ROW_BYTES)
 
 
-def lies_well(matrix: torch.Tensor) -> bool:
+def matrices_fit(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> bool:
+    """Whether kernels of linear layers can read and write them: on the current device, a Hopper, of one half precision,
+    rows at whole 16 bytes."""
+    given = [x, weight, out] if residual is None else [x, weight, out, residual]
+    if not on_hopper(x) or x.dtype not in TYPES or any(matrix.dtype != x.dtype for matrix in given):
+        return False
+    if torch._C._cuda_getDevice() != x.get_device():
+        return False
+    return len(x) > 0 and out.shape[1] % 8 == 0 and all(_lies_well(matrix) for matrix in given)
+
+
+def _lies_well(matrix: torch.Tensor) -> bool:
     """Whether its rows, some numbers each, begin at whole 16 bytes."""
     aligned = matrix.data_ptr() % 16 == 0 and (len(matrix) == 1 or matrix.stride(0) % 8 == 0)
     return aligned and matrix.numel() > 0 and matrix.stride(1) == 1

@@ -223,12 +223,15 @@ def _launched(
     residual: torch.Tensor | None,
 ) -> bool:
     """Whether the kernel can read and write them, on this machine; launched then."""
-    from bladellm_kernels.cluster_linear import cluster_fits, launch_cluster_linear
-    from bladellm_kernels.wide_linear import launch_wide_linear, wide_fits
+    from bladellm_kernels.cluster_linear import launch_cluster_linear
+    from bladellm_kernels.hopper_parts import matrices_fit
+    from bladellm_kernels.wide_linear import launch_wide_linear
 
+    if not matrices_fit(x, weight, out, residual):
+        return False
     if isinstance(schedule, WideSchedule):
-        return wide_fits(x, weight, out, residual) and launch_wide_linear(x, weight, out, residual, schedule)
-    return cluster_fits(x, weight, out, residual) and launch_cluster_linear(x, weight, out, residual, schedule)
+        return launch_wide_linear(x, weight, out, residual, schedule)
+    return launch_cluster_linear(x, weight, out, residual, schedule)
 
 
 def _by_torch(

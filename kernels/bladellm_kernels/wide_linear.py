@@ -24,10 +24,8 @@ from bladellm_kernels.hopper_parts import (
     GROUP_ROWS,
     ROW_BYTES,
     SHARED_BYTES,
-    TYPES,
     has_registers,
     kernel_text,
-    lies_well,
     mapped,
     mapped_halves,
     threads_of,
@@ -106,17 +104,6 @@ def tile_outputs(schedule: WideSchedule) -> int:
     return _group_outputs(schedule) * schedule.groups
 
 
-def wide_fits(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
-    """Whether the kernel can read and write them: on the current device, a Hopper, of one half precision, rows at whole
-    16 bytes."""
-    given = [x, weight, out] if residual is None else [x, weight, out, residual]
-    if not on_hopper(x) or x.dtype not in TYPES or any(matrix.dtype != x.dtype for matrix in given):
-        return False
-    if torch._C._cuda_getDevice() != x.get_device():
-        return False
-    return len(x) > 0 and out.shape[1] % 8 == 0 and all(lies_well(matrix) for matrix in given)
-
-
 def prepare_kernels(schedules: Sequence[WideSchedule], weight: torch.Tensor) -> None:
     """Compile side by side, and load, the kernels of schedules for a weight on a Hopper, with a residual and without.
     Weights of the same type have the same ones."""
@@ -136,7 +123,7 @@ def launch_wide_linear(
     """Write silu(gate) · up of `x · weightᵀ` to out, on the current stream; or without a gate `x · weightᵀ + residual`.
 
     x: [M, K]; weight: [2 · N, K], the gate's rows first, or [N, K]; out: [M, N]; residual: [M, N], may be out, none
-    with a gate; `wide_fits`. Summed in float32. The first launch of a schedule compiles the
+    with a gate; `matrices_fit`. Summed in float32. The first launch of a schedule compiles the
     kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not write
     the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it. Raises
     ValueError where the schedule does not fit.

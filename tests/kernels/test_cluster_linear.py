@@ -13,7 +13,6 @@ from bladellm_kernels import cluster_linear
 from bladellm_kernels.cluster_linear import (
     MAX_GROUPS,
     ClusterSchedule,
-    cluster_fits,
     has_registers,
     launch_cluster_linear,
     most_stages,
@@ -23,8 +22,10 @@ from bladellm_kernels.cluster_linear import (
     tile_outputs,
 )
 from bladellm_kernels.cuda_compiler import CudaCompilerError
+from bladellm_kernels.hopper_parts import matrices_fit
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 
+from tests.kernels.chain_support import assert_replays_read_what_is_in_front
 from tests.kernels.conditions import assert_close
 
 ON_HOPPER = pytest.mark.skipif(
@@ -198,7 +199,7 @@ def test_schedules_that_do_not_fit_are_refused(schedule, rows):
 
 def test_matrices_on_a_cpu_do_not_fit():
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert not cluster_fits(x, x, x[:, :8])
+    assert not matrices_fit(x, x, x[:, :8])
 
 
 @pytest.mark.parametrize("error", [OSError("there is no NVRTC"), CudaCompilerError("wide.cu(3): error: ?")])
@@ -296,7 +297,7 @@ def test_on_a_gpu(rows, groups, cluster, dtype):
             x, weight, added, out = problem((rows, outputs, inputs), dtype, residual)
             stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
             schedule = ClusterSchedule(groups, cluster, stages, random.randrange(3))
-            assert cluster_fits(x, weight, out, added)
+            assert matrices_fit(x, weight, out, added)
             assert launch_cluster_linear(x, weight, out, added, schedule)
             assert_right(x, weight, added, out)
             first = out.clone()
@@ -314,7 +315,7 @@ def test_gates_on_a_gpu(rows, groups, dtype):
         out = torch.full((rows + 3, outputs + 8), torch.nan, device="cuda", dtype=dtype)[:rows, :outputs]
         stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
         schedule = ClusterSchedule(groups, 1, stages, random.randrange(3), gated=True)
-        assert cluster_fits(x, weight, out)
+        assert matrices_fit(x, weight, out)
         assert launch_cluster_linear(x, weight, out, None, schedule)
         assert_close(out, linear_silu_mul_reference(x, weight).float(), dtype)
         assert out._base[rows:].isnan().all()
@@ -353,21 +354,13 @@ def test_a_chain_in_a_graph_reads_what_the_kernel_in_front_wrote(rows, launch_at
             launch_cluster_linear(x, up, middle, None, schedules[0])
             launch_cluster_linear(middle, down, x, x, schedules[1])
 
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
-    for _ in range(5):
-        given.normal_()
-        x.fill_(torch.nan)
-        middle.fill_(torch.nan)
-        graph.replay()
-        expected = given * 0.5
+    def expected(stream: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
-            between = linear_reference(expected, up).to(x.dtype)
-            expected = linear_reference(between, down, residual=expected).to(x.dtype)
-        torch.testing.assert_close(x.float(), expected.float(), atol=0.1, rtol=0.05)
+            between = linear_reference(stream, up).to(x.dtype)
+            stream = linear_reference(between, down, residual=stream).to(x.dtype)
+        return stream
+
+    assert_replays_read_what_is_in_front(chain, given, (x, middle), expected)
 
 
 @ON_HOPPER

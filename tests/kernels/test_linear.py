@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bladellm_kernels import cluster_linear
+from bladellm_kernels import cluster_linear, hopper_parts
 from bladellm_kernels import linear as module
 from bladellm_kernels.linear import linear, linear_reference, linear_silu_mul, linear_silu_mul_reference
 from bladellm_kernels.linear_schedules import (
@@ -195,7 +195,7 @@ class Clusters:
 
     def __init__(self, monkeypatch, fits: bool, schedule: ClusterSchedule) -> None:
         self.launched = []
-        monkeypatch.setattr(cluster_linear, "cluster_fits", lambda *given: fits)
+        monkeypatch.setattr(hopper_parts, "matrices_fit", lambda *given: fits)
         monkeypatch.setattr(cluster_linear, "launch_cluster_linear", self.launch)
         monkeypatch.setattr(module, "schedule_for", lambda *given, **more: schedule)
 

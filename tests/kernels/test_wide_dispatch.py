@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
+from bladellm_kernels import hopper_parts, wide_linear
 from bladellm_kernels import linear as module
-from bladellm_kernels import wide_linear
 from bladellm_kernels.linear import (
     linear,
     linear_reference,
@@ -37,7 +37,7 @@ class Kernel:
 
     def __init__(self, monkeypatch, fits: bool, schedule: WideSchedule) -> None:
         self.launched = []
-        monkeypatch.setattr(wide_linear, "wide_fits", lambda *given: fits)
+        monkeypatch.setattr(hopper_parts, "matrices_fit", lambda *given: fits)
         monkeypatch.setattr(wide_linear, "launch_wide_linear", self.launch)
         monkeypatch.setattr(module, "schedule_for", lambda *given, **more: schedule)
 

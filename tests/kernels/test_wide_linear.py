@@ -10,7 +10,7 @@ import pytest
 import torch
 from bladellm_kernels import wide_linear
 from bladellm_kernels.cuda_compiler import CudaCompilerError
-from bladellm_kernels.hopper_parts import SHARED_BYTES, has_registers
+from bladellm_kernels.hopper_parts import SHARED_BYTES, has_registers, matrices_fit
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 from bladellm_kernels.wide_linear import (
     MAX_GROUPS,
@@ -21,9 +21,9 @@ from bladellm_kernels.wide_linear import (
     source,
     stages_of,
     tile_outputs,
-    wide_fits,
 )
 
+from tests.kernels.chain_support import assert_replays_read_what_is_in_front
 from tests.kernels.conditions import assert_close
 
 ON_HOPPER = pytest.mark.skipif(
@@ -188,7 +188,7 @@ def test_schedules_that_do_not_fit_are_refused(schedule):
 
 def test_matrices_on_a_cpu_do_not_fit():
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert not wide_fits(x, x, x[:, :8])
+    assert not matrices_fit(x, x, x[:, :8])
 
 
 def test_a_gate_has_no_residual():
@@ -274,7 +274,7 @@ def test_gates_on_a_gpu(tokens, groups, cluster, dtype):
         out = inside(rows, outputs, dtype, None)
         most = stages_of(WideSchedule(tokens, groups))
         schedule = WideSchedule(tokens, groups, cluster, random.choice((1, 4, 8)), random.choice((None, 2, most)))
-        assert wide_fits(x, weight, out)
+        assert matrices_fit(x, weight, out)
         assert launch_wide_linear(x, weight, out, None, schedule)
         assert_right(out, linear_silu_mul_reference(x, weight))
         first = out.clone()
@@ -329,21 +329,13 @@ def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster):
             launch_wide_linear(x, gate_up, middle, None, WideSchedule(cluster=cluster))
             launch_wide_linear(middle, down, x, x, WideSchedule(128, cluster=cluster, gated=False))
 
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
-    for _ in range(5):
-        given.normal_()
-        x.fill_(torch.nan)
-        middle.fill_(torch.nan)
-        graph.replay()
-        expected = given * 0.5
+    def expected(stream: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            between = linear_silu_mul_reference(expected, gate_up).to(x.dtype)
-            expected = linear_reference(between, down, residual=expected).to(x.dtype)
-        torch.testing.assert_close(x.float(), expected.float(), atol=0.1, rtol=0.05)
+            between = linear_silu_mul_reference(stream, gate_up).to(x.dtype)
+            stream = linear_reference(between, down, residual=stream).to(x.dtype)
+        return stream
+
+    assert_replays_read_what_is_in_front(chain, given, (x, middle), expected)
 
 
 @ON_HOPPER
