@@ -147,7 +147,7 @@ class StepGraphs:
 
     def _is_long(self, plan: StepPlan) -> bool:
         """Whether attention has so much to read that it had better have the device for itself."""
-        return self._workspace is not None and plan.starts.sum() > self._workspace.most_short
+        return self._workspace is not None and self._workspace.is_long(len(plan.slots), int(plan.starts.sum()))
 
     def sampling_stage(self) -> int | None:
         """The stage of `sample` for the plan whose inputs were sent last; None where its logits are to be sampled

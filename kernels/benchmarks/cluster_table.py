@@ -1,4 +1,4 @@
-"""A schedule table with what `cluster_linear.py` found to be faster by clusters."""
+"""A schedule table with what `cluster_linear.py` and `wide_linear.py` found to be faster."""
 
 from collections.abc import Mapping
 

@@ -23,7 +23,14 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from bladellm_kernels.decode_schedule import DecodeSchedule, DecodeSetting, default_schedule, row_tile, short_tokens
+from bladellm_kernels.decode_schedule import (
+    DecodeSchedule,
+    DecodeSetting,
+    default_schedule,
+    is_long,
+    row_tile,
+    short_tokens,
+)
 from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.hopper_device import is_hopper
@@ -145,7 +152,8 @@ def measure(
     rows = row_tile(problem.heads // problem.kv_heads, problem.head_dim, problem.dtype)
     shape = (problem.head_dim, problem.format, problem.dtype, rows, len(problem.lens))
     specialized = is_hopper(device) and not problem.paged
-    setting = DecodeSetting(long=sum(problem.lens) > short_tokens(problem.kv_heads))
+    long = is_long(len(problem.lens), sum(problem.lens), short_tokens(problem.kv_heads))
+    setting = DecodeSetting(long=long)
     own = default_schedule(*shape, setting, specialized, problem.kv_heads)
     plans = schedules or [own]
     for schedule, variant in product(plans, arguments.variants):

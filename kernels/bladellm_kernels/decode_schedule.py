@@ -22,6 +22,8 @@ _IDLE_NS = 3000
 _SHORT_TOKENS = 131072
 """KV tokens of a step up to which attention had better be `light`, beside linear layers that start early: that gains
 some 0.3 ms a step, and attention loses up to 6 % of its bandwidth. Sequences of more in all are `long`."""
+_LONG_EACH = 2048
+"""KV tokens that sequences of a `long` step have on average, at least: the ends of their segments weigh little then."""
 _MANY_KV_HEADS = 16
 FEW_SEQUENCES = range(3, 17)
 _FEW_BYTES = 128
@@ -36,8 +38,8 @@ lie. One or two sequences it reads faster by single heads. 256 sequences of 640 
 class DecodeSetting:
     """What is around decode attention in a step.
 
-    fused: linear layers that start early. late: the one behind can wait until attention has left its SMs. long: the
-    sequences have more than `short_tokens` tokens in all.
+    fused: linear layers that start early. late: the one behind can wait until attention has left its SMs. long: as of
+    `is_long`.
     """
 
     fused: bool = False
@@ -103,9 +105,9 @@ WARP_SPECIALIZED_SCHEDULES = {
 bytes two programs leave no shared memory for a third."""
 
 PRIVATE_SCHEDULE = DecodeSchedule(128, 5, 4, 2, warp_specialized=True, merge_beside=True, private_rings=True)
-"""Of the 128 bytes that 4 bits make of K and V of a head of 128, for fewer than `_MANY_SEQUENCES`: on an H200 22.2 µs
-instead of 23.6 for one of 70,000 tokens, 36.1 of 38.4 for 32 of 4,096, but 55.4 of 50.4 for 256 of 640, whose segments
-end too often. Six stages are as fast."""
+"""Of the 128 bytes that 4 bits make of K and V of a head of 128, for fewer than `_MANY_SEQUENCES` or long ones: on an
+H200 22.2 µs instead of 23.6 for one of 70,000 tokens, 36.1 of 38.4 for 32 of 4,096, but 22.3 of 21.6 for 64 of 1,024
+and 55.4 of 50.4 for 256 of 640, whose segments end too often. Six stages are as fast."""
 _PRIVATE_HEAD = 128
 
 ALONE = DecodeSetting()
@@ -124,6 +126,11 @@ def short_tokens(kv_heads: int, ranks: int = 1) -> int:
     on an H200 at 32,768 tokens, 20.30 and 20.18 at 70,000, before few sequences were read by whole SMs either way.
     """
     return _SHORT_TOKENS // 2 if kv_heads >= _MANY_KV_HEADS * ranks else _SHORT_TOKENS
+
+
+def is_long(sequences: int, tokens: int, most_short: int) -> bool:
+    """Whether a step is `long`, of so many KV tokens in all; most_short: as of `short_tokens`."""
+    return tokens > max(most_short, sequences * _LONG_EACH)
 
 
 def default_schedule(
@@ -146,7 +153,8 @@ def default_schedule(
         return LIGHT_SCHEDULE
     token_bytes, idle_ns = _token_bytes(head_dim, format, dtype), _IDLE_NS if setting.light and not setting.late else 0
     if warp_specialized and rows == LEAST_ROWS and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
-        private = token_bytes == _FEW_BYTES and head_dim == _PRIVATE_HEAD and batch < _MANY_SEQUENCES and not idle_ns
+        private = token_bytes == _FEW_BYTES and head_dim == _PRIVATE_HEAD and not idle_ns
+        private &= batch < _MANY_SEQUENCES or setting.long
         schedule = PRIVATE_SCHEDULE if private else _in_step(token_bytes, batch, setting, kv_heads)
     else:
         schedule = _filling_schedule(head_dim, format, dtype, rows, batch)

@@ -23,6 +23,7 @@ from bladellm_kernels.decode_schedule import (
     DecodeSchedule,
     DecodeSetting,
     default_schedule,
+    is_long,
     row_tile,
     short_tokens,
 )
@@ -99,7 +100,7 @@ class DecodeWorkspace:
         self.dtype = dtype
         self.given_schedule = schedule
         self.most_short = short_tokens(kv_heads) if most_short is None else most_short
-        """KV tokens of a step beyond which it is `long`."""
+        """KV tokens of a step of few sequences beyond which it is `long`."""
         self.warp_specialized = is_hopper(device) and not paged
         queries = range(1, max_query_len + 1)
         batches = 1, min(FEW_SEQUENCES.start, max_batch), max_batch
@@ -126,6 +127,10 @@ class DecodeWorkspace:
         settings = (replace(setting, long=long) for long in (False, True))
         short, long = (self._default(LEAST_ROWS, batch, each, TOGETHER) for each in settings)
         return short != long
+
+    def is_long(self, sequences: int, tokens: int) -> bool:
+        """Of a step of so many KV tokens in all."""
+        return is_long(sequences, tokens, self.most_short)
 
     def _default(self, rows: int, batch: int, setting: DecodeSetting, kv_heads: int) -> DecodeSchedule:
         shape = (self.head_dim, self.format, self.dtype, rows, batch)

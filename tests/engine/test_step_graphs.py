@@ -83,7 +83,7 @@ def test_fused_and_other_steps_take_turns(demo_model, monkeypatch):
 def test_steps_that_read_many_tokens_have_a_graph_of_their_own(tokens, replayed):
     graphs, ran = object.__new__(StepGraphs), []
     graphs.inputs, graphs._left = SimpleNamespace(adapted=False), lambda rows: rows
-    graphs._workspace = SimpleNamespace(most_short=5000)
+    graphs._workspace = SimpleNamespace(is_long=lambda sequences, tokens: sequences == 3 and tokens > 5000)
     graphs._graphs = {4: StepGraph(lambda: ran.append("short"), lambda: ran.append("long"), [])}
     plan = SimpleNamespace(prefixes=[], starts=np.array([tokens // 2, 0, tokens // 2]), slots=[3, 1, 2])
     assert graphs.forward(plan, 4) == 3

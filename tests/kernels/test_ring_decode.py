@@ -297,7 +297,7 @@ def test_programs_take_two_heads_of_many_or_of_certain_sequences(kv_heads, batch
 
 @pytest.mark.parametrize("kv_heads", [8, 16])
 @pytest.mark.parametrize("max_batch", [2, 200])
-def test_warps_have_rings_of_their_own_for_fewer_sequences_of_4_bits(kv_heads, max_batch, monkeypatch):
+def test_warps_have_rings_of_their_own_for_few_or_long_sequences_of_4_bits(kv_heads, max_batch, monkeypatch):
     """But where programs without work stay on their SMs; there is room for the states of either."""
     from bladellm_kernels import decode_work
 
@@ -306,9 +306,10 @@ def test_warps_have_rings_of_their_own_for_fewer_sequences_of_4_bits(kv_heads, m
     workspace = DecodeWorkspace(torch.device("cpu"), max_batch, 32, kv_heads, 128, 1, KV_FORMATS["int4_affine"])
     late, long = DecodeSetting(fused=True, late=True), DecodeSetting(fused=True, long=True)
     for setting, batch in itertools.product((DecodeSetting(), FUSED, late, long), (1, 2, 63, 64, 200)):
-        private = batch < 64 and setting != FUSED
+        private = setting.long or (batch < 64 and setting != FUSED)
         assert workspace.schedule(1, batch, setting).private_rings is private
         assert len(workspace.lse) >= (workspace.programs(1, min(batch, max_batch), setting) + max_batch) * 32
+    assert [workspace.differs_by_length(batch) for batch in (63, 64)] == [False, True]
     halves = DecodeWorkspace(torch.device("cpu"), 8, 32, kv_heads, 64, 1, KV_FORMATS["int8"])
     assert not halves.schedule(1).private_rings
 
@@ -395,4 +396,8 @@ def test_steps_of_many_heads_are_long_from_fewer_tokens_on(kv_heads, ranks, toke
     own = -(-kv_heads // ranks)
     shape = (torch.device("cpu"), 4, own, own, 128)
     assert DecodeWorkspace(*shape, most_short=short_tokens(kv_heads, ranks)).most_short == tokens
-    assert DecodeWorkspace(*shape).most_short == short_tokens(own)
+    workspace = DecodeWorkspace(*shape)
+    assert workspace.most_short == short_tokens(own)
+    most = workspace.most_short
+    assert [workspace.is_long(1, count) for count in (most, most + 1)] == [False, True]
+    assert [workspace.is_long(200, count) for count in (200 * 2048, 200 * 2048 + 1)] == [False, True], "2,048 each"
