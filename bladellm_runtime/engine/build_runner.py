@@ -115,10 +115,7 @@ def build_runner(
     if adapters:
         table.add("LoRA adapters", adapters)
     with times.phase("compile kernels"):
-        compiling.wait()
-        model.prepare()
-        if others is not None:
-            others.every.barrier()
+        end_compiling(compiling, model, others)
     with times.phase("allocate memory"):
         if others is not None and parallel is not None:
             place.write_to_ranks(args, others, parallel, model, table)
@@ -159,6 +156,14 @@ def open_device(args: EngineArgs, place: RankPlace) -> tuple[torch.device, Engin
     elif args.ragged_flash_max_batch_tokens is None:
         args = replace(args, ragged_flash_max_batch_tokens=GPU_STEP_TOKENS)
     return device, args
+
+
+def end_compiling(compiling: Compiling, model: Decoder, others: Others | None) -> None:
+    """Have all kernels that are known to be needed, on every rank."""
+    compiling.wait()
+    model.prepare()
+    if others is not None:
+        others.every.barrier()
 
 
 def start_compiling(args: EngineArgs, folder: Path, device: torch.device, place: RankPlace) -> Compiling:

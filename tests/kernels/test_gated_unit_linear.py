@@ -14,6 +14,7 @@ from tests.kernels.sass import spills_in_the_loop
 from tests.kernels.test_normed_unit_linear import assert_rounded
 from tests.kernels.test_unit_linear import MIDDLE, layer
 from tests.kernels.units_in_python import run_units_in_python
+from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
@@ -50,12 +51,15 @@ def test_gates_multiply_their_outputs(bits, rows, columns, groups, zeros, tokens
     check(bits, rows, columns, groups, zeros, tokens, schedule, prepare)
 
 
-@pytest.mark.parametrize(("bits", "groups", "zeros"), [(4, 32, False), (4, 32, True), (4, 1, True), (8, 1, False)])
-@pytest.mark.parametrize("tokens", GATED_SCHEDULES)
-def test_nothing_is_spilled_where_tiles_are_multiplied(tokens, bits, groups, zeros, monkeypatch, tmp_path):
+FORMATS = [(4, 32, False), (4, 32, True), (4, 1, True), (8, 1, False)]
+
+
+@pytest.mark.parametrize(("tokens", "numbers"), some_pairs(GATED_SCHEDULES, FORMATS), ids=str)
+def test_nothing_is_spilled_where_tiles_are_multiplied(tokens, numbers, monkeypatch, tmp_path):
     from bladellm_kernels import unit_call
     from bladellm_kernels.unit_linear import unit_linear_silu_mul
 
+    bits, groups, zeros = numbers
     weight = pack_units(*layer(512, 4096, groups, bits, zeros), bits)
     shape = unit_call.unit_shape
     monkeypatch.setattr(unit_call, "unit_shape", lambda *given: dataclasses.replace(shape(*given), plain=False))

@@ -22,6 +22,7 @@ from tests.kernels.conditions import assert_close
 from tests.kernels.decode_support import Case, decode_case
 from tests.kernels.test_ring_decode import aligned, newest_rows
 from tests.kernels.warp_support import LENS, MERGE_SHARED_BYTES, SCHEDULES, TYPES, planned_call
+from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
@@ -65,8 +66,7 @@ def test_programs_fit_an_sm_beside_the_merge(ctas, affine, half, tmp_path):
     assert (plan.shared_bytes + 1024) * ctas + -(-(MERGE_SHARED_BYTES + 1024) // 128) * 128 <= 228 * 1024
 
 
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("ctas", [3, 4])
+@pytest.mark.parametrize(("ctas", "affine"), some_pairs([3, 4], [False, True]))
 def test_warps_do_not_wait_for_one_another_in_the_loop(ctas, affine, tmp_path):
     from tests.kernels.sass import disassembled, inner_loop
 

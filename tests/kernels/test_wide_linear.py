@@ -3,6 +3,7 @@
 import random
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from bladellm_kernels.wide_linear import (
 
 from tests.kernels.chain_support import assert_replays_read_what_is_in_front
 from tests.kernels.conditions import assert_close
+from tests.support.cases import some_pairs
 
 ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
@@ -214,12 +216,14 @@ def test_without_a_compiler_nothing_is_launched_and_one_warning_says_so(error, m
     wide_linear._kernel.cache_clear()
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize(("tokens", "groups"), [(128, 1), (128, 2), (144, 3), (192, 2), (256, 1), (256, 2)])
-def test_compiled_for_a_hopper(tokens, groups, cluster, gated, tmp_path):
+TILES, KINDS = [(128, 1), (128, 2), (144, 3), (192, 2), (256, 1), (256, 2)], list(product((1, 2), (True, False)))
+
+
+@pytest.mark.parametrize(("tile", "kind"), some_pairs(TILES, KINDS), ids=str)
+def test_compiled_for_a_hopper(tile, kind, tmp_path):
     """Without registers in memory; the products of a step follow each other; x goes to both CTAs, the weight to one;
     no fence for the whole GPU but where clusters begin and end."""
+    (tokens, groups), (cluster, gated) = tile, kind
     from tests.kernels.sass import INSTRUCTION
 
     triton = pytest.importorskip("triton")
