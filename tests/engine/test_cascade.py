@@ -111,7 +111,7 @@ def test_a_system_prompt_gives_the_tokens_of_transformers(demo_model, always, op
         assert_alike(reference.load(demo_model)[0], prompt, request.params, found, best)
 
 
-@pytest.mark.parametrize(("count", "longest"), [(16, 50), pytest.param(32, 70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "longest"), [(28, 50), pytest.param(40, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [{"prompt_cache_enable_swap": True, "prompt_cache_swap_gib": 0.01}, pytest.param({}, marks=pytest.mark.slow)],

@@ -27,6 +27,7 @@ from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 
 from tests.kernels.chain_support import assert_replays_read_what_is_in_front
 from tests.kernels.conditions import assert_close
+from tests.support.cases import some_pairs
 
 ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
@@ -242,15 +243,16 @@ def test_gates_are_compiled_without_registers_in_memory(tokens, groups, tmp_path
         assert found.items() >= {"STACK": 0, "LOCAL": 0}.items()
 
 
-@pytest.mark.parametrize("cluster", [1, 4])
-@pytest.mark.parametrize(
-    ("tokens", "groups"), [(8, 4), (24, 1), (64, 3), (128, 2), (128, 4), (192, 3), (256, 1), (256, 2)]
-)
-def test_compiled_for_a_hopper(tokens, groups, cluster, tmp_path):
+TILES = [(8, 4), (24, 1), (64, 3), (128, 2), (128, 4), (192, 3), (256, 1), (256, 2)]
+
+
+@pytest.mark.parametrize(("tile", "cluster"), some_pairs(TILES, [1, 4]), ids=str)
+def test_compiled_for_a_hopper(tile, cluster, tmp_path):
     """Without registers in memory; the products of a step follow each other, with one step under way."""
     from tests.kernels.sass import INSTRUCTION
 
     triton = pytest.importorskip("triton")
+    tokens, groups = tile
     schedule = ClusterSchedule(groups, cluster, most_stages(tokens, groups))
     for dtype, residual in ((torch.bfloat16, True), (torch.float16, False)):
         path = tmp_path / "kernel.cubin"

@@ -13,6 +13,7 @@ from bladellm_kernels.silu_mul import silu_mul_reference
 
 from tests.kernels.conditions import assert_close
 from tests.kernels.hopper import compiled_launches, spilled
+from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
@@ -63,13 +64,12 @@ def test_stages_and_blocks_are_filled_read_and_written_in_order(parts, late_copi
         assert_right(x, weight, out, parts)
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(8192, 2), (64, 1)])
-@pytest.mark.parametrize("columns", [128, 256])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_compiled_for_a_hopper(parts, columns, rows, groups, monkeypatch):
+@pytest.mark.parametrize(("tall", "wide"), some_pairs([(8192, 2), (64, 1)], product((128, 256), (1, 2))), ids=str)
+def test_compiled_for_a_hopper(tall, wide, monkeypatch):
     """Products follow each other without registers in memory, one under way at every wait for a stage."""
     from bladellm_kernels import many_rows_linear as module
 
+    (rows, groups), (columns, parts) = tall, wide
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     with compiled_launches() as compiled:
         module.launch_many_rows(*problem(rows, 14336 // parts, 4096, parts), parts, columns)

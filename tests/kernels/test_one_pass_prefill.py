@@ -17,6 +17,7 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_r
 
 from tests.kernels.conditions import assert_close
 from tests.kernels.hopper import assembler_report, compiled_launches, spilled
+from tests.support.cases import drawn_of
 
 pytest.importorskip("triton")
 
@@ -151,21 +152,21 @@ def test_the_expectation_is_the_reference():
     torch.testing.assert_close(expected(q, kv, span), reference[span.first : span.first + 9])
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "dim"),
-    [
-        ((32, 8), torch.bfloat16, 128),
-        ((40, 40), torch.bfloat16, 128),
-        ((28, 4), torch.float16, 128),
-        ((14, 2), torch.bfloat16, 64),
-        ((32, 8), torch.float16, 64),
-    ],
-    ids=str,
-)
-def test_compiled_for_a_hopper(heads, dtype, dim):
+LAYERS = [
+    ((32, 8), torch.bfloat16, 128),
+    ((40, 40), torch.bfloat16, 128),
+    ((28, 4), torch.float16, 128),
+    ((14, 2), torch.bfloat16, 64),
+    ((32, 8), torch.float16, 64),
+]
+
+
+@pytest.mark.parametrize("layer", drawn_of(LAYERS, 3), ids=str)
+def test_compiled_for_a_hopper(layer):
     """Copies by the copy engine, products one behind the other, no registers in memory."""
     from bladellm_kernels import one_pass_prefill as module
 
+    heads, dtype, dim = layer
     q, kv, _, out = problem(300, 777, *heads, dim=dim)
     kv = replace(kv, payload=kv.payload.to(dtype))
     entries = torch.zeros(132, ENTRY_FIELDS, dtype=torch.int64)
