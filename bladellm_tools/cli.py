@@ -285,6 +285,8 @@ def dispatch(program: str, arguments: list[str], group: str | None = None) -> in
 
 def run_command(name: str, program: str, arguments: list[str]) -> int:
     """Parse one command's arguments and run it. Returns the exit code."""
+    if arguments == ["--version"]:  # quickly: without a parser, which takes longest to load
+        return print_version()
     command = COMMANDS[name]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"help_option_names": ["-h", "--help"]}
