@@ -2,11 +2,12 @@
 
     python kernels/benchmarks/wide_linear.py [--model llama-8b] [--layers qkv o down "gate-up, silu · mul"]
                                              [--rows 512 1024 8192] [--clusters 1 2] [--groups 1 2 3] [--bands 8 16]
+                                             [--stream_k 0 1]
                                              [--copies 3] [--repeats 5] [--seconds 0.3] [--show 3] [--plain]
                                              [--out TABLE]
 
 Of each layer and number of rows: schedules of all groups and clusters, with tiles of 256 rows of x, or of so many that
-few tiles have them all. Times are of a graph that goes through a few copies of the weight; o and down add to their
+few tiles have them all, and by Stream-K or not. Times are of a graph that goes through a few copies of the weight; o and down add to their
 output, as in a model. `--plain`: nothing is added. In turn: graphs take turns, the median counts, all share one clock.
 Of `linear` and the fastest schedules in turn, which are printed: in bursts, after pauses, at the highest clock; and
 sustained, each alone for so many seconds, so that its clock is what the power limit leaves it. TFLOP/s are sustained. A
@@ -45,12 +46,16 @@ MANY_TILES = 8
 
 
 def schedules(shape: Shape, rows: int, args: argparse.Namespace) -> list[WideSchedule]:
-    """All choices whose sums fit registers."""
+    """All choices whose sums fit registers; with Stream-K and without."""
     tall = -(-rows // MAX_TOKENS)
     heights = {-(-rows // (TOKENS_STEP * tiles)) * TOKENS_STEP for tiles in range(tall, tall + 3)} | {128}
     heights = heights if tall <= MANY_TILES else {MAX_TOKENS, 192}
-    choices = product(sorted(heights), args.groups, args.clusters, [1] if tall == 1 else args.bands)
-    return [WideSchedule(*choice, gated=shape.gated) for choice in choices if has_registers(*choice[:2])]
+    choices = product(sorted(heights), args.groups, args.clusters, [1] if tall == 1 else args.bands, args.stream_k)
+    return [
+        WideSchedule(*choice, gated=shape.gated, stream_k=bool(divided))
+        for *choice, divided in choices
+        if has_registers(*choice[:2])
+    ]
 
 
 def by_wide(problem: Problem, schedule: WideSchedule, weight: Tensor) -> None:
@@ -73,7 +78,7 @@ def fault_of(problem: Problem, work: Work) -> str | None:
 
 def described(schedule: WideSchedule) -> str:
     words = f"cluster {schedule.cluster}, tokens {schedule.tokens}, groups {schedule.groups}, band {schedule.band}"
-    return f"{words}, stages {stages_of(schedule)}"
+    return f"{words}, stages {stages_of(schedule)}{', stream-k' * schedule.stream_k}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clusters", nargs="+", type=int, default=[1, 2], choices=(1, 2))
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 3], help="of 64 rows of the weight")
     parser.add_argument("--bands", nargs="+", type=int, default=[8, 16], help="tiles of rows taken together")
+    parser.add_argument("--stream_k", nargs="+", type=int, default=[0, 1], choices=(0, 1), help="1: by Stream-K")
     parser.add_argument("--copies", type=int, default=3, help="of the weight, at least")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="that the fastest are replayed alone, twice")
@@ -156,7 +162,7 @@ def main() -> None:
     table = measured_table(pool.device)
     for shape in shapes:
         key = shape.outputs, shape.inputs, shape.gated
-        # What the table knows of other rows stays, and few rows are none of this kernel's.
+        # What the table knows of other rows stays, and below those measured, few rows are none of this kernel's.
         chosen: dict[int, WideSchedule | None] = {entry.rows: None for entry in table.entries.get(key, ())}
         chosen[MAX_ROWS] = None
         for rows in sorted(set(args.rows)):

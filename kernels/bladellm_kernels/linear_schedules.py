@@ -132,7 +132,8 @@ class WideSchedule:
     tokens: rows of x in a tile, a multiple of 16; groups: consumer warpgroups, of 64 rows of the weight each; cluster:
     CTAs that share the rows of x, 1 or 2; band: tiles of rows that are taken together, so that their x stays in the L2
     cache; stages: of 64 inputs, on their way or in use, None for as many as fit. gated: SiLU · mul follows, and a group
-    has 32 outputs of each half.
+    has 32 outputs of each half. stream_k: the tiles of the last two rounds are divided along their inputs, so that all
+    clusters end at once.
     """
 
     tokens: int = 256
@@ -141,6 +142,7 @@ class WideSchedule:
     band: int = 16
     stages: int | None = None
     gated: bool = True
+    stream_k: bool = False
 
 
 _HALF_SHARED = 112 * 1024

@@ -5,6 +5,10 @@ Such a layer is bound by arithmetic, at the power that the GPU may take: what do
 of these rows each, and the copy engine writes them to both, which Triton has no words for. The weight is the left
 operand of the tensor cores, 64 of its rows to a warpgroup, x the right one. Every cluster takes tile after tile, and
 its ring fills on while results are written. It reads the weight ahead while the kernel in front of it ends.
+
+Where the tiles are not whole rounds of the clusters the last two rounds can be divided along the inputs (Stream-K,
+https://arxiv.org/abs/2301.03598, in its form of two tiles): then clusters leave sums to each other through the L2
+cache. They are added in one order, so that results do not vary.
 """
 
 import warnings
@@ -24,6 +28,7 @@ from bladellm_kernels.hopper_parts import (
     GROUP_ROWS,
     ROW_BYTES,
     SHARED_BYTES,
+    STEP_INPUTS,
     has_registers,
     kernel_text,
     mapped,
@@ -38,8 +43,18 @@ MAX_TOKENS, TOKENS_STEP = 256, 16
 MAX_GROUPS, MAX_CLUSTER = 3, 2
 MAX_COMPILERS = 8
 """Threads: NVRTC leaves Python's lock to others."""
+LEAST_STEPS = 8
+"""Of 64 inputs that a cluster has of divided tiles, at least."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
+
+_MOST_SUMS = max(
+    GROUP_ROWS * groups * tokens
+    for groups in range(1, MAX_GROUPS + 1)
+    for tokens in range(TOKENS_STEP, MAX_TOKENS + 1, TOKENS_STEP)
+    if has_registers(tokens, groups)
+)
+"""Of a CTA."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -59,14 +74,17 @@ class WidePlan:
     out_box: int
 
 
-def plan(rows: int, outputs: int, schedule: WideSchedule, processors: int) -> WidePlan:
-    """The launch of x [rows, K] and a weight of so many outputs on so many multiprocessors.
+def plan(rows: int, outputs: int, inputs: int, schedule: WideSchedule, processors: int) -> WidePlan:
+    """The launch of x [rows, inputs] and a weight of so many outputs on so many multiprocessors.
 
     Raises ValueError saying what does not fit.
     """
     _check(schedule)
     tall, wide = -(-rows // schedule.tokens), -(-outputs // (schedule.cluster * tile_outputs(schedule)))
-    grid = min(max(processors // schedule.cluster, 1), tall * wide) * schedule.cluster
+    shares = tall * wide
+    if schedule.stream_k:
+        shares = max(shares * -(-inputs // STEP_INPUTS) // LEAST_STEPS, 1)
+    grid = min(max(processors // schedule.cluster, 1), shares) * schedule.cluster
     boxes = GROUP_ROWS * schedule.groups, schedule.tokens // schedule.cluster, _group_outputs(schedule)
     return WidePlan(grid, threads_of(schedule.groups), shared_bytes(schedule), *boxes)
 
@@ -82,6 +100,7 @@ def source(schedule: WideSchedule, dtype: torch.dtype, residual: bool) -> tuple[
         "HALF": int(dtype == torch.float16),
         "GATED": int(schedule.gated),
         "RESIDUAL": int(residual),
+        "STREAM_K": int(schedule.stream_k),
         "SHARED_BYTES": shared_bytes(schedule),
     }
     return kernel_text(_SOURCE, schedule.tokens, dtype), defines
@@ -123,10 +142,10 @@ def launch_wide_linear(
     """Write silu(gate) · up of `x · weightᵀ` to out, on the current stream; or without a gate `x · weightᵀ + residual`.
 
     x: [M, K]; weight: [2 · N, K], the gate's rows first, or [N, K]; out: [M, N]; residual: [M, N], may be out, none
-    with a gate; `matrices_fit`. Summed in float32. The first launch of a schedule compiles the
-    kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not write
-    the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it. Raises
-    ValueError where the schedule does not fit.
+    with a gate; `matrices_fit`. Summed in float32. The first launch of a schedule compiles the kernel: not while a
+    graph is captured. The kernel may start before the one in front has ended, which must not write the weight. Those
+    with `stream_k` share memory of the device: they run one after the other. Returns False, with nothing written and a
+    warning, where the machine cannot compile or load it. Raises ValueError where the schedule does not fit.
     """
     key = (schedule, x.get_device(), x.dtype, *(_layout(matrix) for matrix in (x, weight, out, residual)))
     if key not in _launches:
@@ -149,17 +168,18 @@ def _prepare(
     if schedule.gated and residual is not None:
         raise ValueError("with a gate there is no residual")
     (rows, inputs), outputs = x.shape, out.shape[1]
-    planned = plan(rows, outputs, schedule, multiprocessors(x.device))
+    planned = plan(rows, outputs, inputs, schedule, multiprocessors(x.device))
     kernel = _kernel(schedule, x.dtype, residual is not None, x.get_device())
     if kernel is None:
         return None
     results = [
         mapped(matrix, schedule.tokens, planned.out_box) for matrix in (out if residual is None else residual, out)
     ]
+    exchange = [each.data_ptr() for each in _exchange(x.get_device())] if schedule.stream_k else [0, 0]
     return kernel.prepare(
         *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, schedule.cluster, True),
         *((mapped_halves if schedule.gated else mapped)(weight, planned.weight_box), mapped(x, planned.x_box)),
-        *(*results, rows, outputs, inputs),
+        *(*results, *exchange, rows, outputs, inputs),
     )
 
 
@@ -168,10 +188,22 @@ def _kernel(schedule: WideSchedule, dtype: torch.dtype, residual: bool, index: i
     """None, with a warning, where there is no compiler, or none whose kernels the driver takes."""
     text, defines = source(schedule, dtype, residual)
     try:
-        return CudaKernel(compile_cuda(text, defines, name=_SOURCE.name), "wide_linear", index)
+        kernel = CudaKernel(compile_cuda(text, defines, name=_SOURCE.name), "wide_linear", index)
+        if schedule.stream_k:
+            _exchange(index)
+        return kernel
     except (OSError, RuntimeError) as error:
         warnings.warn(f"wide linear layers are left to other kernels: {error}", stacklevel=2)
         return None
+
+
+@cache
+def _exchange(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a device, sums that each CTA can leave to another one, and how many of its groups have: none, between
+    launches. Never freed, since captured graphs know their addresses."""
+    device = torch.device("cuda", index)
+    sums = torch.empty(multiprocessors(device), _MOST_SUMS, dtype=torch.float32, device=device)
+    return sums, torch.zeros(len(sums), dtype=torch.int32, device=device)
 
 
 def _check(schedule: WideSchedule) -> None:

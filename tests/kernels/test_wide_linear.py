@@ -3,7 +3,10 @@
 import random
 import re
 import subprocess
-from itertools import product
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -41,51 +44,141 @@ def random_schedule(gated: bool | None = None) -> WideSchedule:
         if has_registers(tokens, groups):
             break
     gated = random.random() < 0.5 if gated is None else gated
-    schedule = WideSchedule(tokens, groups, random.choice((1, 2)), random.choice((1, 2, 3, 8, 16)), gated=gated)
-    stages = random.randint(2, min(stages_of(schedule), 6))
-    return WideSchedule(tokens, groups, schedule.cluster, schedule.band, stages, gated)
+    cluster, band = random.choice((1, 2)), random.choice((1, 2, 3, 8, 16))
+    schedule = WideSchedule(tokens, groups, cluster, band, gated=gated, stream_k=random.random() < 0.5)
+    return replace(schedule, stages=random.randint(2, min(stages_of(schedule), 6)))
 
 
-def tiles(schedule: WideSchedule, rows: int, outputs: int, grid: int) -> list[list[tuple[int, int]]]:
-    """`Work`: of every CTA first row of x and first output of its tiles."""
-    own, cluster = tile_outputs(schedule), schedule.cluster
-    tall, wide = -(-rows // schedule.tokens), -(-outputs // (cluster * own))
-    found: list[list[tuple[int, int]]] = []
-    for block in range(grid):
-        found.append([])
-        for place in range(block // cluster, tall * wide, grid // cluster):
-            band = place // (schedule.band * wide)
-            inside = place - band * schedule.band * wide
-            height = min(tall - band * schedule.band, schedule.band)
-            token = (band * schedule.band + inside % height) * schedule.tokens
-            found[-1].append((token, (inside // height * cluster + block % cluster) * own))
-    return found
+@dataclass(frozen=True, slots=True)
+class Part:
+    """First row of x and first output of a tile, and the steps of it that a CTA takes; others: the clusters, in order,
+    whose sums of its other steps it adds."""
+
+    token: int
+    output: int
+    steps: range
+    others: tuple[int, ...] = ()
 
 
-@pytest.mark.parametrize("turn", range(30))
-def test_every_tile_is_taken_once_and_by_clusters_in_step(turn):
-    """Odd numbers of tiles, fewer tiles than clusters; the CTAs of a cluster have the same rows of x."""
+class Work:
+    """What `Work` and `Parts` in `wide_linear.cu` say, by their names."""
+
+    def __init__(self, schedule: WideSchedule, rows: int, outputs: int, inputs: int, grid: int) -> None:
+        self.schedule, self.clusters, self.steps = schedule, grid // schedule.cluster, -(-inputs // 64)
+        self.tall = -(-rows // schedule.tokens)
+        self.wide = -(-outputs // (schedule.cluster * tile_outputs(schedule)))
+        self.tiles = self.tall * self.wide
+        divides = schedule.stream_k and self.tiles % self.clusters
+        self.whole = max(self.tiles // self.clusters - 1, 0) * self.clusters if divides else self.tiles
+
+    def tile(self, place: int, rank: int) -> tuple[int, int]:
+        most, divided, across = self.schedule.band, place - self.whole, (self.tiles - self.whole) // self.tall
+        if divided >= 0 and self.tall <= most and self.whole % self.tall == 0:
+            column = self.whole // self.tall + divided % across
+            return divided // across * self.schedule.tokens, self.output(column, rank)
+        band = place // (most * self.wide)
+        inside, height = place - band * most * self.wide, min(self.tall - band * most, most)
+        return (band * most + inside % height) * self.schedule.tokens, self.output(inside // height, rank)
+
+    def output(self, column: int, rank: int) -> int:
+        return (column * self.schedule.cluster + rank) * tile_outputs(self.schedule)
+
+    def first_step(self, cluster: int) -> int:
+        step = (self.tiles - self.whole) * self.steps * (self.clusters - 1 - cluster) // self.clusters
+        inside = step % self.steps
+        if inside < 4:
+            return step - inside
+        return step - inside + self.steps if inside > self.steps - 4 else step
+
+    def others(self, cluster: int, tile_end: int) -> Iterator[int]:
+        for other in reversed(range(cluster)):
+            if self.first_step(other) < min(tile_end, self.first_step(other - 1)):
+                yield other
+
+    def parts(self, block: int) -> list[Part]:
+        cluster, rank = divmod(block, self.schedule.cluster)
+        whole = range(cluster, self.whole, self.clusters)
+        found = [Part(*self.tile(place, rank), range(self.steps)) for place in whole]
+        step, end = self.first_step(cluster), self.first_step(cluster - 1)
+        while step < end:
+            before, first = divmod(step, self.steps)
+            last = min(first + end - step, self.steps)
+            adds = first == 0 and last < self.steps
+            others = tuple(self.others(cluster, (before + 1) * self.steps)) if adds else ()
+            found.append(Part(*self.tile(self.whole + before, rank), range(first, last), others))
+            step += last - first
+        return found
+
+
+@pytest.mark.parametrize("turn", range(40))
+def test_every_step_of_a_tile_is_taken_once_and_by_clusters_in_step(turn):
+    """Odd numbers of tiles, fewer tiles than clusters; the CTAs of a cluster have the same rows of x and steps."""
     schedule = random_schedule()
     rows, outputs = random.choice((1, 257, 512, 577, 2000, 8192)), 8 * random.randint(1, 1000)
-    planned = plan(rows, outputs, schedule, random.choice((1, 4, PROCESSORS)))
+    inputs = random.choice((64, 200, 4096, random.randint(1, 4000)))
+    planned = plan(rows, outputs, inputs, schedule, random.choice((2, 4, PROCESSORS)))
     assert planned.grid % schedule.cluster == 0
-    found = tiles(schedule, rows, outputs, planned.grid)
-    assert all(found)
+    work = Work(schedule, rows, outputs, inputs, planned.grid)
+    found = [work.parts(block) for block in range(planned.grid)]
     for first in range(0, planned.grid, schedule.cluster):
-        assert len({tuple(token for token, _ in block) for block in found[first : first + schedule.cluster]}) == 1
-    taken = [tile for block in found for tile in block]
-    assert len(set(taken)) == len(taken)
+        together = found[first : first + schedule.cluster]
+        assert len({tuple((part.token, part.steps, part.others) for part in block) for block in together}) == 1
+    taken: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for part in chain.from_iterable(found):
+        taken[part.token, part.output] += part.steps
+    assert all(sorted(steps) == list(range(work.steps)) for steps in taken.values())
     inside = {tile for tile in taken if tile[0] < rows and tile[1] < outputs}
     across, down = range(0, outputs, tile_outputs(schedule)), range(0, rows, schedule.tokens)
     assert inside == {(token, output) for token in down for output in across}
     assert len(taken) - len(inside) <= len(down) * (schedule.cluster - 1)
 
 
+@pytest.mark.parametrize("turn", range(40))
+def test_sums_of_divided_tiles_reach_the_cluster_that_began_them(turn):
+    """Each CTA leaves sums at most once and before it adds any, to a later cluster that does so last of all: none waits
+    for one which waits for it. All have as much to do but for ends of tiles."""
+    schedule = replace(random_schedule(), stream_k=True)
+    rows, outputs, inputs = random.randint(1, 3000), 8 * random.randint(1, 1000), random.randint(1, 8000)
+    work = Work(schedule, rows, outputs, inputs, plan(rows, outputs, inputs, schedule, PROCESSORS).grid)
+    blocks = range(0, work.clusters * schedule.cluster, schedule.cluster)
+    left, added = {}, {}
+    for cluster, block in enumerate(blocks):
+        for place, part in enumerate(parts := work.parts(block)):
+            if part.steps.start > 0:
+                assert place == work.whole // work.clusters
+                left[cluster] = part.token, part.output
+            for other in part.others:
+                assert other < cluster
+                assert part is parts[-1]
+                assert other not in added
+                added[other] = part.token, part.output
+    assert left == added
+    most = max(sum(len(part.steps) for part in work.parts(block)) for block in blocks)
+    assert most <= work.tiles * work.steps / work.clusters + 9
+
+
+def test_gate_up_of_256_rows_takes_the_time_of_fewer_tiles():
+    """Without it two rounds of 64 steps; each cluster leaves sums once."""
+    schedule = WideSchedule(stream_k=True)
+    work = Work(schedule, 256, 14336, 4096, plan(256, 14336, 4096, schedule, PROCESSORS).grid)
+    assert max(sum(len(part.steps) for part in work.parts(block)) for block in range(PROCESSORS)) <= 112
+    assert max(len(part.others) for block in range(PROCESSORS) for part in work.parts(block)) == 1
+
+
+def test_clusters_read_a_weight_of_divided_tiles_together():
+    """Of 512 rows two by two, all the time."""
+    schedule = WideSchedule(cluster=1, stream_k=True)
+    work = Work(schedule, 512, 14336, 4096, plan(512, 14336, 4096, schedule, PROCESSORS).grid)
+    shared = [[part for part in work.parts(block) if part.token == row] for row in (0, 256) for block in range(132)]
+    divided = [[(part.output, part.steps) for part in parts[-2:]] for parts in shared if parts]
+    assert sum(other in divided[:place] for place, other in enumerate(divided)) >= 60
+
+
 def test_a_wave_reads_a_band_of_x_and_little_of_the_weight():
-    found = tiles(WideSchedule(band=8), 8192, 14336, PROCESSORS)
-    first = [block[0] for block in found]
-    assert {token for token, _ in first} == set(range(0, 8 * 256, 256))
-    assert len({output for _, output in first}) <= 18
+    work = Work(WideSchedule(band=8), 8192, 14336, 4096, PROCESSORS)
+    first = [work.parts(block)[0] for block in range(PROCESSORS)]
+    assert {part.token for part in first} == set(range(0, 8 * 256, 256))
+    assert len({part.output for part in first}) <= 18
 
 
 class Results:
@@ -163,14 +256,14 @@ def test_rows_of_a_matrix_lie_in_different_banks(gated):
 @pytest.mark.parametrize("turn", range(12))
 def test_launches_fit(turn):
     schedule = random_schedule()
-    planned = plan(1000, 1000, schedule, PROCESSORS)
+    planned = plan(1000, 1000, 1000, schedule, PROCESSORS)
     _, defines = source(schedule, torch.bfloat16, False)
     assert planned.shared_bytes == defines["SHARED_BYTES"] <= SHARED_BYTES
     assert planned.x_box * schedule.cluster == schedule.tokens
     assert planned.x_box % 8 == 0
     assert planned.out_box * schedule.groups == tile_outputs(schedule)
-    full = WideSchedule(schedule.tokens, schedule.groups, gated=schedule.gated)
-    more = WideSchedule(schedule.tokens, schedule.groups, stages=stages_of(full) + 1, gated=schedule.gated)
+    full = replace(schedule, stages=None)
+    more = replace(schedule, stages=stages_of(full) + 1)
     assert shared_bytes(full) <= SHARED_BYTES < shared_bytes(more)
     assert stages_of(WideSchedule()) == 4
 
@@ -185,7 +278,7 @@ def test_launches_fit(turn):
 )  # fmt: skip
 def test_schedules_that_do_not_fit_are_refused(schedule):
     with pytest.raises(ValueError, match="must be"):
-        plan(512, 4096, schedule, PROCESSORS)
+        plan(512, 4096, 4096, schedule, PROCESSORS)
 
 
 def test_matrices_on_a_cpu_do_not_fit():
@@ -222,7 +315,7 @@ TILES, KINDS = [(128, 1), (128, 2), (144, 3), (192, 2), (256, 1), (256, 2)], lis
 @pytest.mark.parametrize(("tile", "kind"), some_pairs(TILES, KINDS), ids=str)
 def test_compiled_for_a_hopper(tile, kind, tmp_path):
     """Without registers in memory; the products of a step follow each other; x goes to both CTAs, the weight to one;
-    no fence for the whole GPU but where clusters begin and end."""
+    no fence for the whole GPU but where clusters begin and end, or leave sums and take them."""
     (tokens, groups), (cluster, gated) = tile, kind
     from tests.kernels.sass import INSTRUCTION
 
@@ -230,7 +323,7 @@ def test_compiled_for_a_hopper(tile, kind, tmp_path):
     from bladellm_kernels.cuda_compiler import compile_cuda
 
     tools, path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin", tmp_path / "kernel.cubin"
-    schedule = WideSchedule(tokens, groups, cluster, gated=gated)
+    schedule = WideSchedule(tokens, groups, cluster, gated=gated, stream_k=random.random() < 0.5)
     for dtype, residual in ((torch.float16, not gated), (torch.bfloat16, False)):
         try:
             path.write_bytes(compile_cuda(*source(schedule, dtype, residual)))
@@ -249,7 +342,7 @@ def test_compiled_for_a_hopper(tile, kind, tmp_path):
     copies = [name for name in names if name.startswith("UTMALDG")]
     weights, shares = ("UTMALDG.4D" if gated else "UTMALDG.2D"), "UTMALDG.2D" + ".MULTICAST" * (cluster > 1)
     assert sorted(copies) == sorted([weights, shares] * 2)
-    assert names.count("MEMBAR.ALL.GPU") == (2 if cluster > 1 else 0)
+    assert names.count("MEMBAR.ALL.GPU") == (2 if cluster > 1 else 0) + (2 if schedule.stream_k else 0)
     assert names.count("UTMASTG.2D") == 1
 
 
@@ -277,7 +370,8 @@ def test_gates_on_a_gpu(tokens, groups, cluster, dtype):
         x, weight = inside(rows, inputs, dtype, 1), inside(2 * outputs, inputs, dtype, inputs**-0.5)
         out = inside(rows, outputs, dtype, None)
         most = stages_of(WideSchedule(tokens, groups))
-        schedule = WideSchedule(tokens, groups, cluster, random.choice((1, 4, 8)), random.choice((None, 2, most)))
+        band, stages = random.choice((1, 4, 8)), random.choice((None, 2, most))
+        schedule = WideSchedule(tokens, groups, cluster, band, stages, stream_k=random.random() < 0.7)
         assert matrices_fit(x, weight, out)
         assert launch_wide_linear(x, weight, out, None, schedule)
         assert_right(out, linear_silu_mul_reference(x, weight))
@@ -290,7 +384,7 @@ def test_gates_on_a_gpu(tokens, groups, cluster, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("turn", range(16))
 def test_random_schedules_on_a_gpu(turn):
-    rows, outputs, inputs = random.randint(257, 2000), *(8 * random.randrange(1, 200, 2) for _ in range(2))
+    rows, outputs, inputs = random.randint(1, 2000), *(8 * random.randrange(1, most, 2) for most in (200, 800))
     schedule, dtype = random_schedule(), random.choice((torch.bfloat16, torch.float16))
     x = inside(rows, inputs, dtype, 1)
     weight = inside((1 + schedule.gated) * outputs, inputs, dtype, inputs**-0.5)
@@ -311,16 +405,17 @@ def test_residuals_on_a_gpu(tokens, groups, in_place):
         residual = inside(rows, outputs, torch.bfloat16, 1)
         expected = linear_reference(x, weight, residual=residual)
         out = residual if in_place else inside(rows, outputs, torch.bfloat16, None)
-        schedule = WideSchedule(tokens, groups, cluster, gated=False)
+        schedule = WideSchedule(tokens, groups, cluster, gated=False, stream_k=cluster == random.choice((1, 2)))
         assert launch_wide_linear(x, weight, out, residual, schedule)
         assert_right(out, expected)
 
 
 @ON_HOPPER
 @pytest.mark.gpu
+@pytest.mark.parametrize("stream_k", [True, False])
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster):
-    """The gate and a layer that adds to x behind it, twice; all start early."""
+def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster, stream_k):
+    """The gate and a layer that adds to x behind it, twice; all start early, and leave sums in the same memory."""
     rows, hidden, inner = 700, 1024, 3072
     x, given = (torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     gate_up = torch.randn(2 * inner, hidden, device="cuda", dtype=x.dtype).mul_(hidden**-0.5)
@@ -330,8 +425,9 @@ def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster):
     def chain() -> None:
         torch.mul(given, 0.5, out=x)
         for _ in range(2):
-            launch_wide_linear(x, gate_up, middle, None, WideSchedule(cluster=cluster))
-            launch_wide_linear(middle, down, x, x, WideSchedule(128, cluster=cluster, gated=False))
+            launch_wide_linear(x, gate_up, middle, None, WideSchedule(cluster=cluster, stream_k=stream_k))
+            behind = WideSchedule(128, cluster=cluster, gated=False, stream_k=stream_k)
+            launch_wide_linear(middle, down, x, x, behind)
 
     def expected(stream: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
