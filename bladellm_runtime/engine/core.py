@@ -117,7 +117,7 @@ class EngineCore:
             self._pacer.arrive()
         refusal = self._refusal(request)
         if refusal is None and (prepared is not None or not self._room.enter(request)):
-            refusal = self._scheduler.add(request, prepared)
+            self._scheduler.accept(request, prepared)
         return [] if refusal is None else [refusal]
 
     def announce(self) -> None:

@@ -30,7 +30,8 @@ class SlotTokens:
 
     @classmethod
     def of(cls, load: SlotLoad) -> "SlotTokens":
-        return cls(np.asarray(load.token_ids, dtype=np.int64), load.prompt_len, load.params.prompt_logprobs)
+        ids = np.fromiter(load.token_ids, np.int64, len(load.token_ids))
+        return cls(ids, load.prompt_len, load.params.prompt_logprobs)
 
 
 @dataclass(slots=True)
@@ -169,7 +170,7 @@ def build_inputs(flat: FlatPlan, last_token: torch.Tensor, arena: KvArena) -> St
         base_rows, slots, kv_lens = sent[-3:]
         wanted = WantedTokens(rest[4], base_rows, slots, kv_lens, int(flat.sampled.kv_lens.max(initial=0)))
     batch = ForwardBatch(
-        input_ids=torch.cat([last_token[decode_slots], prompts]),
+        input_ids=torch.cat([last_token[decode_slots], prompts]) if flat.num_decode else prompts,
         positions=rest[0],
         kv_rows=rest[1],
         granule_rows=None if flat.granule_rows is None else sent[7],

@@ -103,9 +103,13 @@ class Scheduler:
         id is live, gets its terminal delta at once."""
         refused = self.refusal(request)
         if refused is None:
-            self._added += 1
-            self._roster.add(make_sequence(request, self._added, self._limits, self._capacity, prepared or Prepared()))
+            self.accept(request, prepared)
         return refused
+
+    def accept(self, request: AddRequest, prepared: Prepared | None = None) -> None:
+        """Queue a request that `refusal` has just let pass."""
+        self._added += 1
+        self._roster.add(make_sequence(request, self._added, self._limits, self._capacity, prepared or Prepared()))
 
     def abort(self, request_ids: Iterable[int]) -> list[RequestDelta]:
         """End requests now: one terminal delta for each live one. What steps in flight still produce is dropped."""
