@@ -7,13 +7,13 @@
                                              [--out TABLE]
 
 Of each layer and number of rows: schedules of all groups and clusters, with tiles of 256 rows of x, or of so many that
-few tiles have them all, and by Stream-K or not. Times are of a graph that goes through a few copies of the weight; o and down add to their
-output, as in a model. `--plain`: nothing is added. In turn: graphs take turns, the median counts, all share one clock.
-Of `linear` and the fastest schedules in turn, which are printed: in bursts, after pauses, at the highest clock; and
-sustained, each alone for so many seconds, so that its clock is what the power limit leaves it. TFLOP/s are sustained. A
-schedule must give what float32 gives but for rounding, and the same bits each time. `--out`: the shipped table with
-schedules that save something: in bursts of up to `BURST_ROWS` rows, which come between short decode steps, and else
-sustained.
+few tiles have them all, and by Stream-K or not. Times are of a graph that goes through a few copies of the weight; o
+and down add to their output, as in a model. `--plain`: nothing is added. In turn: graphs take turns, the median counts,
+all share one clock. Of `linear` and the fastest schedules in turn, which are printed: in bursts, after pauses, at the
+highest clock; and sustained, each alone for so many seconds, so that its clock is what the power limit leaves it.
+TFLOP/s are sustained. A schedule must give what float32 gives but for rounding, and the same bits each time. `--out`:
+the shipped table with schedules that save something: in bursts of up to `BURST_ROWS` rows, which come between short
+decode steps, and else sustained.
 """
 
 import argparse

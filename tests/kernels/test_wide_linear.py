@@ -136,7 +136,7 @@ def test_every_step_of_a_tile_is_taken_once_and_by_clusters_in_step(turn):
 @pytest.mark.parametrize("turn", range(40))
 def test_sums_of_divided_tiles_reach_the_cluster_that_began_them(turn):
     """Each CTA leaves sums at most once and before it adds any, to a later cluster that does so last of all: none waits
-    for one which waits for it. All have as much to do but for ends of tiles."""
+    for one which waits for it. All have as much to do, but for ends of tiles."""
     schedule = replace(random_schedule(), stream_k=True)
     rows, outputs, inputs = random.randint(1, 3000), 8 * random.randint(1, 1000), random.randint(1, 8000)
     work = Work(schedule, rows, outputs, inputs, plan(rows, outputs, inputs, schedule, PROCESSORS).grid)
