@@ -9,7 +9,9 @@ import torch
 from bladellm_kernels.wide_linear import plan
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
-OPTIONS = argparse.Namespace(clusters=[1, 2], groups=[1, 2, 3], bands=[4, 8], repeats=1, seconds=0.1, show=2)
+OPTIONS = argparse.Namespace(
+    clusters=[1, 2], groups=[1, 2, 3], bands=[4, 8], stream_k=[0, 1], repeats=1, seconds=0.1, show=2
+)
 
 
 @pytest.fixture
@@ -19,13 +21,14 @@ def script(monkeypatch):
     return importlib.import_module("wide_linear")
 
 
-@pytest.mark.parametrize("rows", [288, 576, 1024, 8192])
+@pytest.mark.parametrize("rows", [160, 288, 576, 1024, 8192])
 def test_all_that_is_timed_can_be_launched(script, rows):
     for shape in importlib.import_module("linear_step").models()["llama-8b"].shapes:
         choices = script.schedules(shape, rows, OPTIONS)
         assert len(choices) > 8
+        assert {schedule.stream_k for schedule in choices} == {False, True}
         for schedule in choices:
-            assert plan(rows, shape.outputs, schedule, 132).grid > 0
+            assert plan(rows, shape.outputs, shape.inputs, schedule, 132).grid > 0
             assert schedule.gated == shape.gated
             assert script.described(schedule)
 
