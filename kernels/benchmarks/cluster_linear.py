@@ -1,7 +1,7 @@
 """Time linear layers by clusters under many schedules beside what `linear` takes, on one GPU.
 
-    python kernels/benchmarks/cluster_linear.py [--model llama-8b] [--layers qkv o down "gate-up, silu · mul"]
-                                                [--rows 128 256] [--clusters 1 2 4 8] [--launch_at 1 2]
+    python kernels/benchmarks/cluster_linear.py [--model llama-8b] [--layers qkv o down] [--rows 128 256]
+                                                [--clusters 1 2 4 8] [--launch_at 1 2]
                                                 [--space 227 112] [--repeats 11] [--show 6] [--plain]
                                                 [--out TABLE]
 
@@ -10,8 +10,8 @@ in one wave, with as many stages as so many KiB hold; a kernel of half of an SM'
 front of it. Times are of a graph that goes through copies of the weight, more than the L2 cache holds, each launch
 behind another one; o and down add to their output, as in a model, by `linear` too. `--plain`: nothing is added. Graphs
 take turns, the median counts. Printed are `linear` and the fastest schedules, the best one marked; TB/s are of the
-weight. A schedule must give what `linear` gives but for rounding, and the same bits each time. Of gate-up the gate is
-a part, and CTAs may be several waves. `--out`: the shipped table with the fastest schedules where they are faster.
+weight. A schedule must give what `linear` gives but for rounding, and the same bits each time. `--out`: the shipped
+table with the fastest schedules where they are faster.
 """
 
 import argparse
@@ -56,16 +56,16 @@ def schedules(shape: Shape, rows: int, args: argparse.Namespace) -> list[Cluster
     processors = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     tokens, steps = -(-rows // 8) * 8, -(-shape.inputs // 64)
     found = []
-    for groups, cluster in product(range(1, MAX_GROUPS + 1), [1] if shape.gated else args.clusters):
+    for groups, cluster in product(range(1, MAX_GROUPS + 1), args.clusters):
         used = -(-shape.rows // (64 * groups)) * cluster
-        if not has_registers(tokens, groups) or used < processors / 2 or (used > processors and not shape.gated):
+        if not has_registers(tokens, groups) or not processors / 2 <= used <= processors:
             continue
         if steps < LEAST_STEPS * cluster:
             continue
         for space, launch_at in product(args.space, args.launch_at):
             stages = min(most_stages(tokens, groups, space << 10), -(-steps // cluster))
             if stages >= 2:
-                found.append(ClusterSchedule(groups, cluster, stages, launch_at, tokens, shape.gated))
+                found.append(ClusterSchedule(groups, cluster, stages, launch_at, tokens))
     return list(dict.fromkeys(found))
 
 
@@ -154,7 +154,7 @@ def measure(
 
 
 def arguments() -> argparse.Namespace:
-    names = [shape.name for shape in models()["llama-8b"].shapes if shape.gated or shape.name != "gate-up"]
+    names = [shape.name for shape in models()["llama-8b"].shapes if not shape.gated]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b", choices=list(models()))
     parser.add_argument("--layers", nargs="+", default=["qkv", "o", "down"], choices=names)

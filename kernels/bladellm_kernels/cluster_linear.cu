@@ -1,7 +1,5 @@
 // out = x · weightᵀ + residual for few rows of x: the inputs are divided among the CTAs of a cluster, which share a
-// tile of outputs and add their sums up through each other's shared memory. Or, GATED, silu(x · gateᵀ) · (x · upᵀ) of
-// the two halves of the weight: then a CTA has all inputs, and every 16 rows of its tile of the weight are 8 of the
-// gate and the same 8 of up, whose sums one thread has.
+// tile of outputs and add their sums up through each other's shared memory.
 //
 // In front of this text is hopper_parts.cu, with what it wants. Defined by cluster_linear.py besides: LAUNCH_AT, when
 // the next kernel may start; RESIDUAL, 0 or 1; PARTIAL_ROW, floats from one token's sums to the next one's; BARRIERS_AT,
@@ -92,10 +90,7 @@ struct Ring {
 
 __device__ void fetch_weight(const Ring& ring, int stage, const CUtensorMap& map, int step, int output) {
     expect_bytes(ring.full(stage), STAGE_BYTES);
-    if (GATED)
-        copy_halves(ring.weight(stage), map, step * STEP_INPUTS, output, ring.full(stage));
-    else
-        copy_rows(ring.weight(stage), map, step * STEP_INPUTS, output, ring.full(stage));
+    copy_rows(ring.weight(stage), map, step * STEP_INPUTS, output, ring.full(stage));
 }
 
 __device__ void fetch_x(const Ring& ring, int stage, const CUtensorMap& map, int step) {
@@ -159,10 +154,7 @@ __device__ void leave_sums(const float (&sums)[TOKENS / 2], unsigned partial, in
     for (int each = 0; each < TOKENS / 2; ++each) {
         const int more_tokens = each / 4 * 8 + each % 2, half = each / 2 % 2;
         const unsigned there = place + 4 * (more_tokens * PARTIAL_ROW + half * 8);
-        if (!GATED)
-            store_sum(there, sums[each]);
-        else if (half == 0)
-            store_sum(there, gated(sums[each], sums[each + 2]));
+        store_sum(there, sums[each]);
     }
 }
 

@@ -22,7 +22,6 @@ from bladellm_kernels.hopper_parts import (
     has_registers,
     kernel_text,
     mapped,
-    mapped_halves,
     threads_of,
 )
 from bladellm_kernels.linear_schedules import ClusterSchedule
@@ -81,7 +80,7 @@ def source(
         "LAUNCH_AT": schedule.launch_at,
         "HALF": int(dtype == torch.float16),
         "RESIDUAL": int(residual),
-        "GATED": int(schedule.gated),
+        "GATED": 0,
         "PARTIAL_ROW": _partial_row(schedule),
         "BARRIERS_AT": _barriers_at(tokens, schedule),
     }
@@ -95,7 +94,7 @@ def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:
 
 def tile_outputs(schedule: ClusterSchedule) -> int:
     """Of a CTA."""
-    return GROUP_ROWS * schedule.groups // (1 + schedule.gated)
+    return GROUP_ROWS * schedule.groups
 
 
 def stage_bytes(tokens: int, groups: int) -> int:
@@ -116,11 +115,10 @@ def launch_cluster_linear(
 ) -> bool:
     """Write `x · weightᵀ + residual` to out, on the current stream; summed in float32.
 
-    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `matrices_fit`. With a gated schedule
-    silu(gate) · up: weight [2 · N, K], the gate's rows first, and no residual. The first launch of a schedule compiles
-    the kernel: not while a graph is captured. The kernel may start before the one in front has ended, which must not
-    write the weight. Returns False, with nothing written and a warning, where the machine cannot compile or load it.
-    Raises ValueError where the schedule does not fit.
+    x: [M, K]; weight: [N, K]; out: [M, N]; residual: [M, N], may be out; `matrices_fit`. The first
+    launch of a schedule compiles the kernel: not while a graph is captured. The kernel may start before the one in
+    front has ended, which must not write the weight. Returns False, with nothing written and a warning, where the
+    machine cannot compile or load it. Raises ValueError where the schedule does not fit.
     """
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     key = (
@@ -151,7 +149,7 @@ def _prepare(
     kernel = _kernel(schedule, planned.x_box, x.dtype, residual is not None, x.get_device())
     if kernel is None:
         return None
-    weight_map = (mapped_halves if schedule.gated else mapped)(weight, planned.weight_box)
+    weight_map = mapped(weight, planned.weight_box)
     residual_at, residual_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     return kernel.prepare(
         *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, planned.cluster, True),
@@ -180,8 +178,6 @@ def _check(rows: int, tokens: int, schedule: ClusterSchedule) -> None:
         raise ValueError(f"groups must be 1 to {MAX_GROUPS} whose sums of {tokens} tokens fit, got {schedule.groups}")
     if not 1 <= schedule.cluster <= MAX_CLUSTER or schedule.launch_at not in (0, 1, 2):
         raise ValueError(f"cluster must be 1 to {MAX_CLUSTER} and launch_at 0 to 2, got {schedule}")
-    if schedule.gated and schedule.cluster > 1:
-        raise ValueError(f"with a gate cluster must be 1, got {schedule}")
     if schedule.stages < 2 or shared_bytes(tokens, schedule) > SHARED_BYTES:
         raise ValueError(f"stages must be 2 or more that fit {SHARED_BYTES} bytes, got {schedule} for {tokens} tokens")
 

@@ -96,7 +96,7 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
         return _launch(schedule, x, weight, None, out, None, 2)
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)
-    if isinstance(schedule, ClusterSchedule | WideSchedule) and _launched(schedule, x, weight, out, None):
+    if isinstance(schedule, WideSchedule) and _launched(schedule, x, weight, out, None):
         return out
     if not _by_many_rows(x, weight, out):
         silu_mul(linear(x, weight), out=out)
@@ -110,7 +110,7 @@ def adds_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def gate_is_part(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear_silu_mul` of so many rows is one kernel, or may be."""
-    return may_apply_gate(len(x)) or isinstance(schedule_for(x, weight, gated=True), ClusterSchedule | WideSchedule)
+    return may_apply_gate(len(x)) or isinstance(schedule_for(x, weight, gated=True), WideSchedule)
 
 
 def prepare_linear(weight: torch.Tensor) -> None:

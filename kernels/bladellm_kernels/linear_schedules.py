@@ -113,8 +113,7 @@ class ClusterSchedule:
 
     groups: consumer warpgroups, of 64 outputs each; cluster: CTAs to a tile of outputs; stages: tiles of 64 inputs on
     their way or in use. launch_at: when the next kernel may start: 0 at once, 1 after the last load, 2 after the last
-    product. tokens: rows of x in a tile, a multiple of 8; None for no more than x has. gated: SiLU · mul follows; a
-    group has 32 outputs of each half, and a cluster is one CTA.
+    product. tokens: rows of x in a tile, a multiple of 8; None for no more than x has.
     """
 
     groups: int
@@ -122,7 +121,6 @@ class ClusterSchedule:
     stages: int
     launch_at: int = 1
     tokens: int | None = None
-    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +259,9 @@ def load_table(path: Path) -> ScheduleTable:
 
 def _gates(schedule: LinearSchedule | None) -> bool | None:
     """Whether a schedule applies a gate; None where it is for both."""
-    if isinstance(schedule, CublasLtSchedule):
+    if isinstance(schedule, CublasLtSchedule | ClusterSchedule):
         return False
-    return schedule.gated if isinstance(schedule, ClusterSchedule | WideSchedule) else None
+    return schedule.gated if isinstance(schedule, WideSchedule) else None
 
 
 def _entry_fields(entry: Entry) -> dict[str, object]:

@@ -23,7 +23,7 @@ from bladellm_kernels.cluster_linear import (
 )
 from bladellm_kernels.cuda_compiler import CudaCompilerError
 from bladellm_kernels.hopper_parts import matrices_fit
-from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
+from bladellm_kernels.linear import linear_reference
 
 from tests.kernels.chain_support import assert_replays_read_what_is_in_front
 from tests.kernels.conditions import assert_close
@@ -75,7 +75,7 @@ class Tile:
     def sum_places(self, register: int) -> np.ndarray:
         """`leave_sums`; of a gate, the sum in the register, those of up are two further on."""
         lane, warp, group = self.thread % 32, self.thread // 32 % 4, self.thread // 128
-        output, token = (group * 4 + warp) * (8 if self.schedule.gated else 16) + lane // 4, lane % 4 * 2
+        output, token = (group * 4 + warp) * 16 + lane // 4, lane % 4 * 2
         more_tokens, more_outputs = register // 4 * 8 + register % 2, register // 2 % 2 * 8
         return token * self.row + output + more_tokens * self.row + more_outputs
 
@@ -134,42 +134,6 @@ def test_every_output_is_written_once_with_all_its_inputs(turn):
     np.testing.assert_allclose(out, x @ weight.T + residual, atol=1e-9)
 
 
-def gated_reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    gate, up = np.split(x @ weight.T, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-@pytest.mark.parametrize("turn", range(12))
-def test_gates_and_their_factors_are_sums_of_one_thread(turn):
-    """With the rows of a tile as its box brings them: of the weight as [outputs / 8, halves, 8]."""
-    rows, outputs, inputs = random.randint(1, 256), 8 * random.randint(1, 40), 8 * random.randint(1, 9)
-    groups = random.choice([each for each in range(1, 5) if has_registers(-(-rows // 8) * 8, each)])
-    schedule = ClusterSchedule(groups, 1, 2, gated=True)
-    tile, planned = Tile(schedule, rows), plan(rows, outputs, schedule)
-    rng = np.random.default_rng()
-    x, weight = rng.standard_normal((rows, inputs)), rng.standard_normal((2 * outputs, inputs))
-    wide_x = np.concatenate([x, np.zeros((tile.tokens - rows, inputs))])
-    boxes = weight.reshape(2, outputs // 8, 8, inputs).swapaxes(0, 1)
-    out, written = np.full((rows, outputs), np.nan), np.zeros((rows, outputs), int)
-    for first in range(0, planned.grid * tile.outputs, tile.outputs):
-        box = np.zeros((planned.weight_box // 16, 2, 8, inputs))
-        found = boxes[first // 8 : first // 8 + len(box)]
-        box[: len(found)] = found
-        sums = box.reshape(-1, inputs) @ wide_x.T
-        partial = np.full(tile.tokens * tile.row, np.nan)
-        for register in (each for each in range(tile.tokens // 2) if each // 2 % 2 == 0):
-            gate, up = sums[tile.fragment(register)], sums[tile.fragment(register + 2)]
-            partial[tile.sum_places(register)] = gate / (1 + np.exp(-gate)) * up
-        for token, quad, stored in tile.slices(0):
-            output = first + quad * 4
-            kept = stored & (output < outputs)
-            where = token[kept][:, None], output[kept][:, None] + np.arange(4)
-            out[where] = partial[(token[kept] * tile.row + quad[kept] * 4)[:, None] + np.arange(4)]
-            np.add.at(written, where, 1)
-    assert (written == 1).all(), schedule
-    np.testing.assert_allclose(out, gated_reference(x, weight), atol=1e-9)
-
-
 @pytest.mark.parametrize("groups", range(1, MAX_GROUPS + 1))
 def test_sums_lie_apart_and_in_different_banks(groups):
     tile = Tile(ClusterSchedule(groups, 2, 2), 96)
@@ -190,7 +154,6 @@ def test_sums_lie_apart_and_in_different_banks(groups):
         (ClusterSchedule(4, 1, 4), 256), (ClusterSchedule(1, 1, 1), 8), (ClusterSchedule(1, 9, 4), 8),
         (ClusterSchedule(1, 1, 99), 8), (ClusterSchedule(1, 1, 4, tokens=16), 17), (ClusterSchedule(1, 1, 2), 257),
         (ClusterSchedule(1, 1, 4, tokens=20), 17), (ClusterSchedule(1, 1, 4, launch_at=3), 8),
-        (ClusterSchedule(1, 2, 4, gated=True), 8),
     ],
 )  # fmt: skip
 def test_schedules_that_do_not_fit_are_refused(schedule, rows):
@@ -233,14 +196,6 @@ def compiled(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residua
     line = [str(tool), "--dump-resource-usage", str(path)]
     report = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-
-
-@pytest.mark.parametrize(("tokens", "groups"), [(136, 4), (192, 3), (256, 2)])
-def test_gates_are_compiled_without_registers_in_memory(tokens, groups, tmp_path):
-    schedule = ClusterSchedule(groups, 1, most_stages(tokens, groups), gated=True)
-    for dtype in (torch.bfloat16, torch.float16):
-        found = compiled(schedule, tokens, dtype, False, tmp_path / "kernel.cubin")
-        assert found.items() >= {"STACK": 0, "LOCAL": 0}.items()
 
 
 TILES = [(8, 4), (24, 1), (64, 3), (128, 2), (128, 4), (192, 3), (256, 1), (256, 2)]
@@ -305,26 +260,6 @@ def test_on_a_gpu(rows, groups, cluster, dtype):
             first = out.clone()
             launch_cluster_linear(x, weight, out.fill_(torch.nan), added, schedule)
             assert torch.equal(first, out)
-
-
-@ON_HOPPER
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (33, 3), (130, 4), (160, 2), (200, 3), (256, 1), (256, 2)])
-def test_gates_on_a_gpu(rows, groups, dtype):
-    for outputs, inputs in ((1024, 1024), (1000, 1096), (40, 72)):
-        x, weight, _, _ = problem((rows, 2 * outputs, inputs), dtype, False)
-        out = torch.full((rows + 3, outputs + 8), torch.nan, device="cuda", dtype=dtype)[:rows, :outputs]
-        stages = min(most_stages(-(-rows // 8) * 8, groups), random.randint(2, 8))
-        schedule = ClusterSchedule(groups, 1, stages, random.randrange(3), gated=True)
-        assert matrices_fit(x, weight, out)
-        assert launch_cluster_linear(x, weight, out, None, schedule)
-        assert_close(out, linear_silu_mul_reference(x, weight).float(), dtype)
-        assert out._base[rows:].isnan().all()
-        assert out._base[:, outputs:].isnan().all()
-        first = out.clone()
-        launch_cluster_linear(x, weight, out.fill_(torch.nan), None, schedule)
-        assert torch.equal(first, out)
 
 
 @ON_HOPPER

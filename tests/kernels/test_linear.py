@@ -176,18 +176,13 @@ def test_tables_say_what_they_were_told(tmp_path):
     assert loaded.choose(3, 96, 31) == default_schedule(3)
 
 
-def test_tables_have_clusters_with_gates_for_gated_layers_alone(tmp_path):
-    plain, gated = ClusterSchedule(1, 2, 9, tokens=32), ClusterSchedule(2, 1, 5, tokens=64, gated=True)
-    entries = {(96, 32, False): [Entry(32, plain)], (96, 32, True): [Entry(16, None), Entry(64, gated)]}
-    path = tmp_path / "table.json"
-    save_table(ScheduleTable(entries), path)
-    loaded = load_table(path)
-    assert [loaded.choose(rows, 96, 32) for rows in (9, 33)] == [plain, None]
-    assert [loaded.choose(rows, 96, 32, gated=True) for rows in (9, 33)] == [None, gated]
-    for key, wrong in (((96, 32, False), gated), ((96, 32, True), plain)):
-        save_table(ScheduleTable({key: [Entry(8, wrong)]}), path)
-        with pytest.raises(ValueError, match="96, 32"):
-            load_table(path)
+def test_tables_have_clusters_for_layers_without_gates_alone(tmp_path):
+    plain, path = ClusterSchedule(1, 2, 9, tokens=32), tmp_path / "table.json"
+    save_table(ScheduleTable({(96, 32, False): [Entry(32, plain)]}), path)
+    assert [load_table(path).choose(rows, 96, 32) for rows in (9, 33)] == [plain, None]
+    save_table(ScheduleTable({(96, 32, True): [Entry(8, plain)]}), path)
+    with pytest.raises(ValueError, match="96, 32"):
+        load_table(path)
 
 
 class Clusters:
@@ -201,8 +196,7 @@ class Clusters:
 
     def launch(self, x, weight, out, residual, schedule) -> bool:
         self.launched.append((x, weight, out, residual, schedule))
-        found = linear_silu_mul_reference(x, weight) if schedule.gated else linear_reference(x, weight, None, residual)
-        out.copy_(found)
+        out.copy_(linear_reference(x, weight, None, residual))
         return True
 
 
@@ -223,18 +217,6 @@ def test_clusters_take_what_the_table_leaves_to_them(fits, biased, monkeypatch):
     assert not module.adds_residual(torch.zeros(MAX_ROWS + 1, 32), weight)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_clusters_apply_the_gate(fits, monkeypatch):
-    clusters = Clusters(monkeypatch, fits, ClusterSchedule(1, 1, 4, gated=True))
-    x, weight = torch.randn(136, 32), torch.randn(80, 32)
-    if not fits:
-        monkeypatch.setattr(module, "linear", lambda x, weight: x @ weight.t())
-    out = linear_silu_mul(x, weight)
-    torch.testing.assert_close(out, linear_silu_mul_reference(x, weight).float(), atol=1e-4, rtol=1e-4)
-    assert len(clusters.launched) == fits
-    assert module.gate_is_part(x, weight)
-
-
 @pytest.mark.parametrize(("rows", "part"), [(16, False), (24, False), (32, True), (160, False), (2000, True)])
 def test_the_gate_is_part_of_what_kernels_have(rows, part):
     """On a device whose table leaves the gate to others; a layer of few rows is fused with norms, or not at all."""
@@ -251,13 +233,12 @@ def test_measured_tables_hold_their_rows(path):
 
 
 @pytest.mark.parametrize("path", TABLES, ids=str)
-def test_clusters_of_measured_tables_fit_one_wave_or_all_of_the_weight(path):
-    """They are a wave of an H200's multiprocessors, but for gates of many rows, whose tiles are large."""
-    for (outputs, _, gated), entries in load_table(path).entries.items():
+def test_clusters_of_measured_tables_fit_one_wave(path):
+    """Of an H200's multiprocessors."""
+    for (outputs, _, _), entries in load_table(path).entries.items():
         for entry in entries:
             if isinstance(entry.schedule, ClusterSchedule):
-                planned = cluster_linear.plan(entry.rows, outputs, entry.schedule)
-                assert planned.grid <= 132 or (gated and entry.rows > 128)
+                assert cluster_linear.plan(entry.rows, outputs, entry.schedule).grid <= 132
 
 
 @pytest.mark.parametrize("path", TABLES, ids=str)

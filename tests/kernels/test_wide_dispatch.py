@@ -143,8 +143,8 @@ def test_a_weight_is_prepared_by_its_own_shape_plain_and_gated(monkeypatch):
         shape, is_cuda, dtype, device = (192, 32), True, torch.bfloat16, torch.device("cuda")
 
     prepared = []
-    table = {(192, 32, False): [Entry(300, PLAIN)], (96, 32, True): [Entry(24, ClusterSchedule(1, 1, 4, gated=True)),
-                                                                     Entry(512, GATED)]}  # fmt: skip
+    table = {(192, 32, False): [Entry(24, ClusterSchedule(1, 1, 4)), Entry(300, PLAIN)],
+             (96, 32, True): [Entry(512, GATED)]}  # fmt: skip
     monkeypatch.setattr(module, "measured_table", lambda device: ScheduleTable(table))
     monkeypatch.setattr(wide_linear, "prepare_kernels", lambda schedules, weight: prepared.append(set(schedules)))
     prepare_linear(OnGpu())
