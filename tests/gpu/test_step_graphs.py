@@ -111,6 +111,7 @@ def differences(outputs, expected) -> torch.Tensor:
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="only Hoppers have such kernels"
 )
+@pytest.mark.timeout(400)  # compiles the kernels of a shape of its own
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_steps_of_long_contexts_have_a_graph_of_their_own(demo_model, name, monkeypatch, tmp_path):
     """Steps count as long from few tokens on here: where programs take two KV heads they give what one each gives."""
