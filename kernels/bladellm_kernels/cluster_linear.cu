@@ -7,6 +7,9 @@
 
 enum { AT_START, AFTER_LAST_LOAD, AFTER_MAIN_LOOP };
 
+// Every row of the weight is an output, 16 of them a warp's.
+constexpr int WARP_OUTPUTS = 16, TILE_OUTPUTS = TILE_ROWS;
+
 constexpr unsigned X_AT = TILE_ROWS * ROW_BYTES;
 constexpr unsigned STAGE_BYTES = X_AT + TOKENS * ROW_BYTES;
 

@@ -80,11 +80,10 @@ def source(
         "LAUNCH_AT": schedule.launch_at,
         "HALF": int(dtype == torch.float16),
         "RESIDUAL": int(residual),
-        "GATED": 0,
         "PARTIAL_ROW": _partial_row(schedule),
         "BARRIERS_AT": _barriers_at(tokens, schedule),
     }
-    return kernel_text(_SOURCE, tokens, dtype), defines
+    return kernel_text((_SOURCE,), tokens, dtype), defines
 
 
 def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:

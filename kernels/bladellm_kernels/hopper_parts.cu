@@ -2,16 +2,13 @@
 // text of each, by hopper_parts.py.
 //
 // Defined: TOKENS, rows of x in a tile, a multiple of 8; GROUPS, consumer warpgroups of 64 rows of the weight each;
-// STAGES of the ring; CLUSTER, CTAs; HALF, 1 for float16 and 0 for bfloat16; GATED, 0 or 1; and `multiply_add`, a wgmma
-// of 64 · TOKENS · 16.
+// STAGES of the ring; CLUSTER, CTAs; HALF, 1 for float16 and 0 for bfloat16; and `multiply_add`, a wgmma of 64 · TOKENS
+// · 16.
 
 constexpr int STEP_INPUTS = 64;
 constexpr int ROW_BYTES = 128;
 constexpr int GROUP_ROWS = 64;
 constexpr int TILE_ROWS = GROUPS * GROUP_ROWS;
-// Of the 16 rows of the weight whose sums a warp has.
-constexpr int WARP_OUTPUTS = GATED ? 8 : 16;
-constexpr int TILE_OUTPUTS = TILE_ROWS / 16 * WARP_OUTPUTS;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int CONSUMER_WARPS = GROUPS * 4;
 constexpr int PRODUCERS = 32;
@@ -77,15 +74,6 @@ __device__ void copy_rows(unsigned to, const CUtensorMap& map, int column, int r
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(barrier)
-        : "memory");
-}
-
-// Of a gate-up weight as [outputs / 8][halves][8][inputs].
-__device__ void copy_halves(unsigned to, const CUtensorMap& map, int column, int output, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(0), "r"(output / 8), "r"(barrier)
         : "memory");
 }
 
@@ -157,6 +145,3 @@ __device__ unsigned long long descriptor(unsigned address) {
     constexpr unsigned long long SWIZZLED_128 = 1ull << 62, EIGHT_ROWS = 1024ull >> 4 << 32, UNUSED = 1ull << 16;
     return SWIZZLED_128 | EIGHT_ROWS | UNUSED | ((address & 0x3FFFF) >> 4);
 }
-
-__device__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
-

@@ -1,5 +1,6 @@
 """What linear layers on a Hopper in CUDA C++ have in common: their texts' first part, registers, maps of matrices."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def has_registers(tokens: int, groups: int) -> bool:
     return tokens // 2 + _OTHER_REGISTERS <= min(most, _MOST_REGISTERS)
 
 
-def kernel_text(path: Path, tokens: int, dtype: torch.dtype) -> str:
-    """The text of the kernel in a file, behind what it uses, for tiles of so many rows of x."""
-    return _product_text(tokens, dtype) + _read(Path(__file__).with_suffix(".cu")) + _read(path)
+def kernel_text(paths: Sequence[Path], tokens: int, dtype: torch.dtype) -> str:
+    """The text of the kernel in some files, behind what it uses, for tiles of so many rows of x."""
+    return _product_text(tokens, dtype) + "".join(map(_read, (Path(__file__).with_suffix(".cu"), *paths)))
 
 
 def mapped(matrix: torch.Tensor, box_rows: int, box_columns: int = STEP_INPUTS) -> TensorMap:
@@ -45,15 +46,6 @@ def mapped(matrix: torch.Tensor, box_rows: int, box_columns: int = STEP_INPUTS) 
     stride = matrix.stride(0) if rows > 1 else -(-columns // 8) * 8
     box, swizzle = (box_columns, box_rows), 2 * box_columns
     return tensor_map(matrix.data_ptr(), matrix.dtype, (columns, rows), (2 * stride,), box, swizzle=swizzle)
-
-
-def mapped_halves(weight: torch.Tensor, box_rows: int) -> TensorMap:
-    """As [outputs / 8, halves, 8, inputs]: a box has the same outputs of both halves, 8 by 8."""
-    rows, columns = weight.shape
-    row = weight.stride(0) * weight.element_size()
-    sizes, strides = (columns, 8, 2, rows // 16), (row, rows // 2 * row, 8 * row)
-    box = (STEP_INPUTS, 8, 2, box_rows // 16)
-    return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=ROW_BYTES)
 
 
 def matrices_fit(

@@ -32,19 +32,19 @@ from bladellm_kernels.hopper_parts import (
     has_registers,
     kernel_text,
     mapped,
-    mapped_halves,
     threads_of,
 )
 from bladellm_kernels.linear_schedules import WideSchedule
 from bladellm_kernels.multiprocessors import multiprocessors
+from bladellm_kernels.tensor_map import TensorMap, tensor_map
 
 MAX_TOKENS, TOKENS_STEP = 256, 16
 """Rows of x that one tile can have, and what they are a multiple of: two matrices of results, a swizzled half."""
 MAX_GROUPS, MAX_CLUSTER = 3, 2
 MAX_COMPILERS = 8
 """Threads: NVRTC leaves Python's lock to others."""
-LEAST_STEPS = 8
-"""Of 64 inputs that a cluster has of divided tiles, at least."""
+LEAST_STEPS = 4
+"""Of 64 inputs of a tile that a cluster takes, at least, where it is divided."""
 MAX_LAUNCHES = 4096
 """Kept, with the addresses that they are for; with more of them all are made anew."""
 
@@ -57,6 +57,7 @@ _MOST_SUMS = max(
 """Of a CTA."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
+_PARTS = (*(_SOURCE.with_name(name) for name in ("wide_memory.cu", "wide_work.cu", "wide_exchange.cu")), _SOURCE)
 
 _launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
 
@@ -83,7 +84,8 @@ def plan(rows: int, outputs: int, inputs: int, schedule: WideSchedule, processor
     tall, wide = -(-rows // schedule.tokens), -(-outputs // (schedule.cluster * tile_outputs(schedule)))
     shares = tall * wide
     if schedule.stream_k:
-        shares = max(shares * -(-inputs // STEP_INPUTS) // LEAST_STEPS, 1)
+        # Twice as many, so that none is left without when they are rounded.
+        shares = max(shares * -(-inputs // STEP_INPUTS) // (2 * LEAST_STEPS), 1)
     grid = min(max(processors // schedule.cluster, 1), shares) * schedule.cluster
     boxes = GROUP_ROWS * schedule.groups, schedule.tokens // schedule.cluster, _group_outputs(schedule)
     return WidePlan(grid, threads_of(schedule.groups), shared_bytes(schedule), *boxes)
@@ -101,9 +103,10 @@ def source(schedule: WideSchedule, dtype: torch.dtype, residual: bool) -> tuple[
         "GATED": int(schedule.gated),
         "RESIDUAL": int(residual),
         "STREAM_K": int(schedule.stream_k),
+        "LEAST_STEPS": LEAST_STEPS,
         "SHARED_BYTES": shared_bytes(schedule),
     }
-    return kernel_text(_SOURCE, schedule.tokens, dtype), defines
+    return kernel_text(_PARTS, schedule.tokens, dtype), defines
 
 
 def stages_of(schedule: WideSchedule) -> int:
@@ -178,7 +181,7 @@ def _prepare(
     exchange = [each.data_ptr() for each in _exchange(x.get_device())] if schedule.stream_k else [0, 0]
     return kernel.prepare(
         *((planned.grid, 1, 1), planned.threads, planned.shared_bytes, schedule.cluster, True),
-        *((mapped_halves if schedule.gated else mapped)(weight, planned.weight_box), mapped(x, planned.x_box)),
+        *((_mapped_halves if schedule.gated else mapped)(weight, planned.weight_box), mapped(x, planned.x_box)),
         *(*results, *exchange, rows, outputs, inputs),
     )
 
@@ -204,6 +207,15 @@ def _exchange(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     device = torch.device("cuda", index)
     sums = torch.empty(multiprocessors(device), _MOST_SUMS, dtype=torch.float32, device=device)
     return sums, torch.zeros(len(sums), dtype=torch.int32, device=device)
+
+
+def _mapped_halves(weight: torch.Tensor, box_rows: int) -> TensorMap:
+    """As [outputs / 8, halves, 8, inputs]: a box has the same outputs of both halves, 8 by 8."""
+    rows, columns = weight.shape
+    row = weight.stride(0) * weight.element_size()
+    sizes, strides = (columns, 8, 2, rows // 16), (row, rows // 2 * row, 8 * row)
+    box = (STEP_INPUTS, 8, 2, box_rows // 16)
+    return tensor_map(weight.data_ptr(), weight.dtype, sizes, strides, box, swizzle=ROW_BYTES)
 
 
 def _check(schedule: WideSchedule) -> None:
