@@ -130,7 +130,13 @@ def make_engine(
         constraints.wait()
     args, kv_spec, arena, limits = built.args, built.kv_spec, built.arena, built.limits
     runner = ranked or built.runner
-    memory = KvAccounting(kv_spec, shares=arena.shares, sticky=arena.sticky, prompt_cache=not args.disable_prompt_cache)
+    memory = KvAccounting(
+        kv_spec,
+        shares=arena.shares,
+        sticky=arena.sticky,
+        prompt_cache=not args.disable_prompt_cache,
+        background=arena.background,
+    )
     sharing = None
     if built.cascade is not None and runner.shared_rows:
         sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)

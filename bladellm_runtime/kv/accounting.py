@@ -40,7 +40,16 @@ class KvAccounting:
     With `shares=False`, for arenas where a granule can be shown by one slot only, there is no prompt cache either.
     """
 
-    def __init__(self, spec: KvSpec, *, shares: bool = True, sticky: bool = True, prompt_cache: bool = True) -> None:
+    def __init__(
+        self,
+        spec: KvSpec,
+        *,
+        shares: bool = True,
+        sticky: bool = True,
+        prompt_cache: bool = True,
+        background: bool = False,
+    ) -> None:
+        """background: whether views are made beside the steps before, and take a while."""
         self.spec = spec
         self.pool = GranulePool(spec.num_granules, spec.block_granules)
         self.swap = SwapSpace(spec.host_granules)
@@ -52,6 +61,7 @@ class KvAccounting:
         """Slots without a sequence, the one idle longest first: a dict as an ordered set."""
         self._sticky = shares and sticky
         self._caching = shares and prompt_cache
+        self._background = background
         self._plans = 1
         self._latest = range(0)
         """The positions that the last sequence let in got granules of its own for."""
@@ -97,12 +107,10 @@ class KvAccounting:
         headroom: int,
         key: str = "",
         read: bool = True,
-        ahead: bool = False,
     ) -> Admission | None:
         """Make a slot live for a sequence whose known tokens are `tokens`, with room for `room` tokens, no fewer.
 
         It shows what the prompt cache has of them under `key`, all but the last token at most, unless `read` is off.
-        `ahead`: the next step does not touch it yet.
         None, with nothing changed, when no slot is idle, `room` is longer than a slot or fewer than `headroom` granules
         would stay available.
         """
@@ -117,7 +125,6 @@ class KvAccounting:
         slot = self.granules.slots[self._choose_slot(match)]
         del self.idle_slots[slot.number]
         slot.live, slot.key = True, key
-        moves = len(self.granules.plan.moves)
         self._show_match(slot, match)
         shown = slot.granules
         if slot.left is not None and self.pool.free < self.spec.granules(room) - slot.granules:
@@ -129,10 +136,16 @@ class KvAccounting:
             )
         self._copy_match(slot, match)
         self._latest = range(shown, slot.needed)
-        if ahead and len(self.granules.plan.moves) == moves:
-            # What moves write to must be there before them.
-            self.granules.put_off(slot)
         return Admission(slot.number, match.cached)
+
+    def is_mapped(self, number: int) -> bool:
+        """Whether the next plan's step need not wait for what a slot is to show."""
+        return not self._background or not any(view.slot == number for view in self.granules.plan.views)
+
+    def put_off(self, number: int) -> None:
+        """Have what the next plan shows in a slot that has just become live shown after the plan's own views: its step
+        does not touch the slot."""
+        self.granules.put_off(self._live(number))
 
     def grow(self, number: int, tokens: int) -> bool:
         """Make a live slot hold at least `tokens` tokens. False, with nothing changed, if there is not enough."""

@@ -113,6 +113,9 @@ class KvArena(ABC):
     """Whether views that nobody needs any more may stay for ever, at no cost. Where not, slots should `Hide` them when
     their request ends: they are in the way of others, or use up the mappings a process may have."""
 
+    background: ClassVar[bool] = False
+    """Whether views are made beside the steps before, so that those which need not be there yet delay no step."""
+
     def __init__(self, spec: KvSpec, shape: KvShape, device: torch.device) -> None:
         self.spec = spec
         self.shape = shape

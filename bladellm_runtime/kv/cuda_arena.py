@@ -45,6 +45,7 @@ class CudaArena(GranuleArena):
     """
 
     sticky: ClassVar[bool] = True
+    background: ClassVar[bool] = True
 
     def __init__(self, spec: KvSpec, shape: KvShape, device: torch.device, driver: MemoryDriver) -> None:
         super().__init__(spec, shape, device)
@@ -76,11 +77,10 @@ class CudaArena(GranuleArena):
         before = len(self._pending)
         for ahead in plan.ahead:
             self._view(ahead)
-        blocks = {granule // self.spec.block_granules for granule in (*_read(plan), *_written(plan))}
         if self._pending:
             entered = self._pending[:before] if rows is None else self._entered(rows)
-            moved = [view for view in self._pending if view.block in blocks and view not in entered] if blocks else []
-            self._needed = entered + moved
+            moved = self._moved(plan) if plan.moves else []
+            self._needed = entered + [view for view in moved if view not in entered]
             self._mapper.urge([view.job for view in self._needed])
         self._table.upload()
 
@@ -155,6 +155,12 @@ class CudaArena(GranuleArena):
         """Pending views of positions that a step's rows read or write."""
         ends, tokens = rows.ends(self.spec.num_slots), self.spec.granule_tokens
         return [view for view in self._pending if view.start * tokens < ends[view.slot]]
+
+    def _moved(self, plan: MemoryPlan) -> list[Pending]:
+        """Pending views of blocks that a plan's moves read or write, and that are yet to be converted: contents are moved
+        at home, where views do not matter."""
+        blocks = {granule // self.spec.block_granules for granule in (*_read(plan), *_written(plan))}
+        return [view for view in self._pending if view.block in blocks and view.block in self._conversions]
 
     def _give_up(self, failed: Sequence[Pending]) -> None:
         """Leave slots with what they show before the views that failed, and raise."""

@@ -74,7 +74,8 @@ class MemoryPlan:
     """Memory operations of a step, in this order: `views` before the step's kernels, then `moves` in stream order.
 
     `ahead` are views that no row of this step needs: an arena may carry them out later, but before a step whose rows
-    do, and before whatever a later plan says about the same slot or block.
+    do, and before whatever a later plan says about the same slot or block. Where they take a block otherwise than
+    before, moves of its granules come after that.
     """
 
     views: list[Show | Hide] = field(default_factory=list)

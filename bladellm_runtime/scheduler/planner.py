@@ -1,6 +1,7 @@
 """`Planner`: fills a step with decode rows, prefill chunks and new requests."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -17,6 +18,25 @@ from bladellm_runtime.scheduler.sequence import Sequence, State
 
 COUNTED_PROMPTS = 256
 """Queued prompts, the first ones, whose tokens are counted for a step: the others are taken to be as long."""
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Who was let in for the next step already. limit: prompt tokens of a step, of which all that are let in ahead have
+    no more, but for the last. all: whether everyone else is, too."""
+
+    limit: int = 0
+    tokens: int = 0
+    all: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.tokens >= max(self.limit, 1)
+
+    def add(self, tokens: int) -> None:
+        """One with so many prompt tokens; nobody overtakes it."""
+        self.tokens += tokens
+        self.all = True
 
 
 class Planner:
@@ -42,6 +62,7 @@ class Planner:
         self._short_rows = 0
         self._chunks: list[Chunk] = []
         """Of the step that is being planned."""
+        self._ahead = Ahead()
         self._load = PromptLoad()
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
@@ -54,6 +75,7 @@ class Planner:
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget, now)
         self._chunks = []
+        self._ahead = Ahead(budget)
         if self._roster.prefilling:
             budget = self._overtake(plan, budget, now)
             budget = self._continue_prefills(plan, budget)
@@ -96,12 +118,29 @@ class Planner:
             sizes[seq.group] += 1
         return has_room(self._group, sizes, len(self._roster.waiting), len(self._roster.slots.owner))
 
-    def _let_in(self, now: float) -> Sequence | None:
-        """Let the head of the queue into the micro-batch that the step is for, if there is room for it."""
-        seq = self._roster.admit(now) if self._has_room() else None
-        if seq is not None:
-            seq.group = self._group
+    def _let_in(self, plan: StepPlan, now: float) -> Sequence | None:
+        """Let the head of the queue into the micro-batch that the step is for, if there is room for it.
+
+        It may have no part in the plan then: decode rows do not wait for memory to be mapped that is not theirs. Nor
+        have those behind it. Not with several micro-batches, where others would begin before its turn comes.
+        """
+        if self._ahead.is_full or not self._has_room():
+            return None
+        seq = self._roster.admit(now)
+        if seq is None:
+            return None
+        seq.group = self._group
+        waits = plan.num_decode > 0 and not self._roster.slots.is_mapped(seq)
+        if self._groups == 1 and (waits or self._ahead.all):
+            self._put_off(plan, seq)
         return seq
+
+    def _put_off(self, plan: StepPlan, seq: Sequence) -> None:
+        """Have a sequence that was just let in begin with the next step; its memory is mapped meanwhile."""
+        self._ahead.add(policy.tokens_left(seq))
+        self._roster.slots.put_off(seq)
+        # Moves of this plan may write to its memory, which must not go to others before they are done.
+        seq.last_step = plan.step
 
     def _bounded(self, bound: StepBound, plan: StepPlan, limit: int, now: float) -> int:
         """The budget for prompt tokens beside the plan's decode rows."""
@@ -167,22 +206,23 @@ class Planner:
         if not line or spare <= 0 or policy.tokens_left(line[0]) <= budget:
             return budget
         kept = budget - spare
-        for seq in self._overtaking(line, now):
+        for seq in self._overtaking(plan, line, now):
             spare -= self._add_chunk(plan, seq, spare)
             if not spare:
                 break
         return kept + spare
 
-    def _overtaking(self, line: list[Sequence], now: float) -> Iterator[Sequence]:
+    def _overtaking(self, plan: StepPlan, line: list[Sequence], now: float) -> Iterator[Sequence]:
         """Those behind the first of a line that may overtake it; from the queue as far as its head may, let in as they
         are asked for."""
         front, *behind = line
         yield from (seq for seq in behind if policy.overtakes(seq, front))
         while self._roster.waiting and policy.overtakes(self._roster.waiting[0], front):
-            seq = self._let_in(now)
+            seq = self._let_in(plan, now)
             if seq is None:
                 return
-            yield seq
+            if seq.last_step < plan.step:
+                yield seq
 
     def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
         for seq in list(self._own(self._roster.prefilling)):
@@ -194,25 +234,22 @@ class Planner:
 
     def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
         while budget > 0 and self._roster.waiting:
-            seq = self._let_in(now)
+            seq = self._let_in(plan, now)
             if seq is None:
                 break
-            budget -= self._add_chunk(plan, seq, budget)
+            if seq.last_step < plan.step:
+                budget -= self._add_chunk(plan, seq, budget)
         return budget
 
     def _admit_ahead(self, plan: StepPlan, now: float) -> None:
-        """Let the head of the queue in although this step is full, if all that were let in before have a part in it:
-        its memory is mapped while the step runs, and the next one finds it there.
-
-        Not with several micro-batches: those behind it in the queue would begin before its turn comes.
-        """
+        """Let the head of the queue in although this step is full, if all that were let in before have a part in it,
+        and those behind it as far as a step goes: their memory is mapped while this one runs."""
         roster = self._roster
-        if self._groups > 1 or not roster.waiting or any(seq.last_step < plan.step for seq in roster.prefilling):
+        if self._groups > 1 or any(seq.last_step < plan.step for seq in roster.prefilling):
             return
-        seq = roster.admit(now, ahead=True)
-        if seq is not None:
-            # Moves of this plan may write to its memory, which must not go to others before they are done.
-            seq.last_step = plan.step
+        self._ahead.all = True
+        while roster.waiting and self._let_in(plan, now) is not None:
+            pass
 
     def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         """Add the next prefill chunk of a sequence; returns its tokens."""

@@ -49,10 +49,8 @@ class Roster:
         self.constrained += seq.prepared.matcher is not None
         insert(self.waiting, seq)
 
-    def admit(self, now: float, ahead: bool = False) -> Sequence | None:
+    def admit(self, now: float) -> Sequence | None:
         """Let the head of the queue in, if it has left the slot it may have had and there is room; else None.
-
-        `ahead`: no row of it is in the plan being made.
 
         Room is: all its known tokens, its first decode token, and headroom for those that run. Nothing overtakes a
         head that does not fit: it needs the room that those behind it would take.
@@ -61,7 +59,7 @@ class Roster:
         if self.slots.full or seq.last_step > self.slots.completed:
             return None
         spare = policy.headroom(seq, self.running())
-        if not self.slots.acquire(seq, policy.admission_tokens(seq), spare, ahead):
+        if not self.slots.acquire(seq, policy.admission_tokens(seq), spare):
             return None
         seq.prefill_end, seq.loaded = len(seq.tokens), False
         if seq.scheduled_at is None:

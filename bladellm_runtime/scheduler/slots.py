@@ -40,14 +40,13 @@ class SlotTable:
         """True when every slot is held or retired."""
         return self._memory.live == self._memory.spec.num_slots
 
-    def acquire(self, seq: Sequence, tokens: int, headroom: int, ahead: bool = False) -> bool:
+    def acquire(self, seq: Sequence, tokens: int, headroom: int) -> bool:
         """Give a sequence a slot that holds `tokens` tokens, if `headroom` granules stay obtainable after that.
 
-        The sequence starts with what the prompt cache has of it. `ahead`: it is not in the next step yet. False, with
-        nothing changed, if there is no room.
+        The sequence starts with what the prompt cache has of it. False, with nothing changed, if there is no room.
         """
         read = seq.params.prompt_logprobs is None
-        admission = self._memory.admit(seq.tokens, tokens, headroom, seq.salt, read, ahead)
+        admission = self._memory.admit(seq.tokens, tokens, headroom, seq.salt, read)
         if admission is None:
             return False
         slot = admission.slot
@@ -65,6 +64,14 @@ class SlotTable:
             return False
         self._reserve(seq, tokens)
         return True
+
+    def is_mapped(self, seq: Sequence) -> bool:
+        """Whether a step with the sequence, which was just let in, need not wait for its memory."""
+        return self._memory.is_mapped(seq.slot)
+
+    def put_off(self, seq: Sequence) -> None:
+        """Have the sequence's memory mapped beside the step that is being planned, which has no part in it."""
+        self._memory.put_off(seq.slot)
 
     def find(self, slot: int, generation: int) -> Sequence | None:
         """The sequence a result belongs to; None for a result that is stale or no longer wanted."""

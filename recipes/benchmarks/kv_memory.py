@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,26 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.engine.loop import POLL_SECONDS
 from bladellm_runtime.kv.arena import KvArena
-from bladellm_runtime.kv.operations import MemoryPlan, Rows
+from bladellm_runtime.kv.operations import MemoryPlan, Rows, Show
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 NOTICED_SECONDS = 1e-4
 """A wait shorter than that is none."""
+LONGEST = 5
+"""Waits of each kind that are reported one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A step's wait for mappings. decode: whether the step has decode rows alone. late: whether the GPU had run dry
-    when it ended. cause: what it was for; `host` where the GPU was dry when it began."""
+    when it ended. cause: what it was for; `host` where the GPU was dry when it began. views: granules its plan had to show."""
 
     seconds: float
     decode: bool
     late: bool
     cause: str
+    views: int
 
 
 @dataclass(slots=True)
@@ -56,7 +59,8 @@ class Trace:
         submit, wait, stream = arena.submit, arena.wait, torch.cuda.current_stream(arena.device)
 
         def submitted(plan: MemoryPlan, rows: Rows | None = None) -> None:
-            self._rows, self._views = rows, len(plan.views)
+            self._rows = rows
+            self._views = sum(len(view.granules) for view in plan.views if isinstance(view, Show))
             submit(plan, rows)
 
         def waited() -> None:
@@ -66,7 +70,7 @@ class Trace:
             seconds = time.perf_counter() - start
             converted = arena.stats.splits + arena.stats.joins - converted
             decode = self._rows is None or bool((self._rows.query_lens == 1).all())
-            self.waits.append(Wait(seconds, decode, stream.query(), self._cause(seconds, dry, converted)))
+            self.waits.append(Wait(seconds, decode, stream.query(), self._cause(seconds, dry, converted), self._views))
 
         arena.submit, arena.wait = submitted, waited  # type: ignore[method-assign]
 
@@ -151,6 +155,7 @@ def summary(waits: Sequence[Wait]) -> dict[str, Any]:
         "wait_us_max": 1e6 * seconds[-1],
         "waits": dict(Counter(wait.cause for wait in waits)),
         "late": dict(Counter(wait.cause for wait in waits if wait.late)),
+        "longest": [asdict(wait) for wait in sorted(waits, key=lambda wait: -wait.seconds)[:LONGEST]],
     }
 
 

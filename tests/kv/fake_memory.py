@@ -17,6 +17,15 @@ def sources(move: Move) -> list[int]:
     return []
 
 
+def touched(move: Move) -> list[int]:
+    """The granules that a move reads or writes."""
+    match move:
+        case Copy(source, target, _):
+            return [source, target]
+        case SwapOut(granule, _) | SwapIn(_, granule):
+            return [granule]
+
+
 class FakeMemory:
     """Physical granules, each a list of whatever its tokens hold (None: nothing), and what the slots show of them.
 
@@ -56,12 +65,15 @@ class FakeMemory:
         for slot, shown in before.items():
             assert self.slots[slot][: guarded[slot]] == shown, "a view changed under a step in flight"
         assert all(self.granules[granule] == contents for granule, contents in pinned), "a move lost its source"
-        self._move(plan)
-        if self.random.random() < 0.5:
+        size = self.spec.block_granules
+        moved = {granule // size for move in plan.moves for granule in touched(move)}
+        # A block is converted before contents are moved there.
+        if self.random.random() < 0.5 and not any(g // size in moved for view in plan.ahead for g in view.granules):
             self.late = plan.ahead
         else:
             for view in plan.ahead:
                 self._show(view)
+        self._move(plan)
 
     def granule(self, slot: int, position: int) -> int:
         """The granule behind a slot's token."""

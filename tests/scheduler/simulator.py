@@ -32,6 +32,7 @@ class Simulation:
         *,
         shares: bool = True,
         prompt_cache: bool = True,
+        background: bool = False,
         seed: int = 0,
         sharing: SharingRule | None = ANY_GROUP,
         groups: int = 1,
@@ -39,7 +40,8 @@ class Simulation:
         """depth: of one micro-batch; with several one step more in flight for each."""
         self.limits, self.spec, self.depth = limits, spec, depth + groups - 1
         self.each, self.groups = depth, groups
-        self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache)
+        self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache, background=background)
+        self.background = background
         self.now = 0.0
         micro_batches = MicroBatches(groups, depth) if groups > 1 else None
         self.scheduler = Scheduler(limits, self.memory, lambda: self.now, sharing, micro_batches)
@@ -91,6 +93,8 @@ class Simulation:
             return None
         self._check_order(plan)
         self._check_slots(plan)
+        if self.background and self.groups == 1:
+            self._check_views(plan)
         self.device.launch(plan)
         return plan
 
@@ -208,6 +212,11 @@ class Simulation:
         """No slot is in more steps in flight than it is with one micro-batch."""
         times = Counter(slot for earlier, _ in self.device.in_flight for slot in earlier.slots)
         assert all(times[slot] < self.each for slot in plan.slots)
+
+    def _check_views(self, plan: StepPlan) -> None:
+        """Decode rows do not wait for the memory of a sequence that begins."""
+        shown = {view.slot for view in plan.memory.views}
+        assert plan.num_decode == 0 or shown.isdisjoint(load.slot for load in plan.loads)
 
     def _receive(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:

@@ -1,6 +1,8 @@
 """A full step lets the next request in without a row of it: its memory is mapped while the step runs."""
 
 from bladellm_runtime.request import FinishReason
+from tests.scheduler.fake_device import limits_of, spec_of
+from tests.scheduler.simulator import Simulation
 from tests.scheduler.test_planning import endless, rows, simulation
 
 
@@ -15,19 +17,81 @@ def let_in(sim, plan) -> set[int]:
 
 def test_the_next_request_is_mapped_ahead_and_loaded_with_its_first_rows():
     sim = simulation(max_batch_tokens=8)
-    for length in (8, 6, 5):
+    for length in (8, 6, 5, 5):
         endless(sim, length, 4)
     first = sim.launch()
     assert rows(first) == [(0, 8, True)]
     assert [load.choice for load in first.loads] == [0]
-    (ahead,) = let_in(sim, first)
-    assert ahead not in first.slots
-    # Six tokens of the prompt and the first of the answer.
-    assert len(shown(first.memory.ahead, ahead)) == 2
+    # No more than the next step has tokens for, but for the last.
+    ahead = let_in(sim, first)
+    assert len(ahead) == 2
+    assert ahead.isdisjoint(first.slots)
+    # Five or six tokens of the prompt and the first of the answer.
+    assert [len(shown(first.memory.ahead, slot)) for slot in ahead] == [2, 2]
     sim.complete()
     second = sim.launch()
-    assert second.loads[0].slot == ahead
-    assert not shown(second.memory.views, ahead)
+    assert {load.slot for load in second.loads} == ahead
+    assert not any(shown(second.memory.views, slot) for slot in ahead)
+    sim.complete()
+    sim.finish()
+
+
+def decoding(requests: int, **limits: int) -> Simulation:
+    """One whose memory is mapped beside the steps, with so many requests that decode."""
+    limits = limits_of(**limits)
+    sim = Simulation(limits, spec_of(4, 100, 8, limits.max_model_len), background=True)
+    for _ in range(requests):
+        endless(sim, 7, 30)
+    for _ in range(3):
+        sim.step()
+    return sim
+
+
+def test_decode_rows_do_not_wait_for_the_memory_of_new_prompts():
+    """The next slot is prepared for a request like those before; a longer one, and who comes behind it, begin a step
+    later."""
+    sim = decoding(2)
+    endless(sim, 6, 4)
+    plan = sim.launch()
+    assert rows(plan)[2:] == [(0, 6, True)], "its memory was there"
+    sim.complete()
+    endless(sim, 30, 4)
+    endless(sim, 6, 4)
+    plan = sim.launch()
+    assert (plan.num_decode, len(plan.slots)) == (3, 3)
+    assert not plan.memory.views
+    assert len(let_in(sim, plan)) == 2
+    sim.complete()
+    plan = sim.launch()
+    assert rows(plan)[3:] == [(0, 30, True), (0, 6, True)]
+    assert not plan.memory.views
+    sim.complete()
+    sim.finish()
+
+
+def test_who_begins_later_has_the_tokens_of_the_next_step():
+    sim = decoding(1, max_batch_tokens=16)
+    for _ in range(5):
+        endless(sim, 12, 4)
+    assert rows(sim.launch())[1:] == []
+    sim.complete()
+    prompts = []
+    while sim.scheduler.has_prompts:
+        plan = sim.launch()
+        prompts.append(int(plan.query_lens[plan.num_decode :].sum()))
+        sim.complete()
+    assert sum(prompts) == 60
+    assert len(prompts) == 5, "steps were not filled with prompts"
+    sim.finish()
+
+
+def test_prompts_begin_at_once_where_nothing_decodes():
+    sim = decoding(0)
+    endless(sim, 12, 4)
+    endless(sim, 9, 4)
+    plan = sim.launch()
+    assert rows(plan) == [(0, 12, True), (0, 9, True)]
+    assert {view.slot for view in plan.memory.views} == set(plan.slots.tolist())
     sim.complete()
     sim.finish()
 

@@ -33,7 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 48),
         block=st.sampled_from([1, 2, 4]),
         host=st.sampled_from([0, 3, 20]),
-        memory=st.fixed_dictionaries({"shares": st.booleans(), "prompt_cache": st.booleans(), "seed": st.integers()}),
+        memory=st.fixed_dictionaries(
+            {"shares": st.booleans(), "prompt_cache": st.booleans(), "background": st.booleans(), "seed": st.integers()}
+        ),
         depth=st.integers(1, 2),
         groups=st.sampled_from([1, 1, 2, 3]),
     )

@@ -70,7 +70,7 @@ class Traffic:
 def soak(steps: int, seed: int, depth: int, block: int, granules: int) -> Counter[str]:
     print(f"seed {seed}")
     spec = spec_of(6, granules, 6, 96, block, host=24)
-    sim = Simulation(limits_of(24, 16, 96), spec, depth, seed=seed)
+    sim = Simulation(limits_of(24, 16, 96), spec, depth, background=random.Random(seed).random() < 0.5, seed=seed)
     traffic = Traffic(sim, seed)
     for step in range(steps):
         traffic.step()
