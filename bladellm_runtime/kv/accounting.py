@@ -2,8 +2,9 @@
 it true. Numbers only, memory is never touched."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from bladellm_runtime.kv import accounting_check
 from bladellm_runtime.kv.granules import GranulePool
@@ -12,11 +13,10 @@ from bladellm_runtime.kv.prompt_cache import PromptCache
 from bladellm_runtime.kv.prompt_match import COPY_TOKENS, Match
 from bladellm_runtime.kv.prompt_tree import Node, pack
 from bladellm_runtime.kv.slot_granules import Held, Slot, SlotGranules
+from bladellm_runtime.kv.slot_preparation import PREPARED_SLOTS, SlotPreparation
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.kv.swap_space import SwapSpace
 
-PREPARED_GRANULES = 32
-"""Most granules shown ahead of the sequence that will need them."""
 SPILL_GRANULES, SPILL_SEARCH = 16, 32
 """Granules copied to the host by one plan at most, and units looked at to find them."""
 
@@ -63,10 +63,7 @@ class KvAccounting:
         self._caching = shares and prompt_cache
         self._background = background
         self._plans = 1
-        self._latest = range(0)
-        """The positions that the last sequence let in got granules of its own for."""
-        self._prepared = (-1, -1)
-        """The slot that was next at the last plan, and how many granules were free then."""
+        self._preparation = SlotPreparation(self.pool, self.cache, self.granules, spec.granules(spec.max_tokens))
         # Counts what may make room for a sequence, or more of it cached; and who was refused when it stood there.
         self._news = 0
         self._refused: tuple[Sequence[int], int, int, int] = ((), 0, 0, -1)
@@ -135,7 +132,7 @@ class KvAccounting:
                 f"slot {slot.number} has no room for {room} tokens, which the KV accounting has promised"
             )
         self._copy_match(slot, match)
-        self._latest = range(shown, slot.needed)
+        self._preparation.note(range(shown, slot.needed))
         return Admission(slot.number, match.cached)
 
     def is_mapped(self, number: int) -> bool:
@@ -217,7 +214,7 @@ class KvAccounting:
     def drain_ops(self) -> MemoryPlan:
         """The operations since the last call, for the next step; it must be run and later be `complete`d."""
         if self._sticky and self.idle_slots:
-            self._prepare(self._next_slot())
+            self._preparation.prepare(list(islice(self._next_slots(), PREPARED_SLOTS)))
         if self.swap.num_places and self.granules.tight:
             self._spill()
         plan, self.granules.plan = self.granules.plan, MemoryPlan()
@@ -265,31 +262,16 @@ class KvAccounting:
         kept = resident if match.source is None else [*resident, match.source]
         return new + sum([node.count for node in kept if not node.busy]) + headroom <= self.available()
 
-    def _prepare(self, number: int) -> None:
-        """Have the slot that is next show granules for a sequence like the last one, so that it need not wait for them.
-        Whole blocks are mapped by one call each, and left to the sequence. So is all where memory is nearly full: the
-        sequence takes over what the slot shows."""
-        before, self._prepared = self._prepared, (number, self.pool.free)
-        if before == self._prepared:
-            return
-        own, block = self._latest, self.spec.block_granules
-        if self.pool.free < 2 * len(own):
-            return
-        blocks = len(own) // block * block if block > 1 else 0
-        self.granules.prepare(self.granules.slots[number], own[blocks:][:PREPARED_GRANULES])
-
     def _choose_slot(self, match: Match) -> int:
         """The idle slot that still shows the cached beginning if there is one, else the next one."""
         if match.path and match.path[-1].slot in self.idle_slots:
             return match.path[-1].slot
-        return self._next_slot()
+        return next(self._next_slots())
 
-    def _next_slot(self) -> int:
-        """The slot idle longest, whose own sequence will be evicted first; without a prompt cache the latest, which
-        shows granules that are free."""
-        if self._caching:
-            return next(iter(self.idle_slots))
-        return next(reversed(self.idle_slots))
+    def _next_slots(self) -> Iterator[int]:
+        """The slot idle longest first, whose own sequence will be evicted first; without a prompt cache the latest,
+        which shows granules that are free."""
+        return iter(self.idle_slots) if self._caching else reversed(self.idle_slots)
 
     def _show_match(self, slot: Slot, match: Match) -> None:
         """Hold the units of a match, those on the host brought back; shortens it where no block is left for one."""

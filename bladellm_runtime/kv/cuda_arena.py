@@ -157,8 +157,8 @@ class CudaArena(GranuleArena):
         return [view for view in self._pending if view.start * tokens < ends[view.slot]]
 
     def _moved(self, plan: MemoryPlan) -> list[Pending]:
-        """Pending views of blocks that a plan's moves read or write, and that are yet to be converted: contents are moved
-        at home, where views do not matter."""
+        """Pending views of blocks that a plan's moves read or write, where those are yet to be converted: contents are
+        moved at home, whoever shows them."""
         blocks = {granule // self.spec.block_granules for granule in (*_read(plan), *_written(plan))}
         return [view for view in self._pending if view.block in blocks and view.block in self._conversions]
 

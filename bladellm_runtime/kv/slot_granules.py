@@ -1,5 +1,6 @@
 """`SlotGranules`: gives units of the pool to slots, one after the other, and notes which views that takes."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from bladellm_runtime.kv.granules import GranulePool, Unit
@@ -107,17 +108,17 @@ class SlotGranules:
         slot.granules += held.unit.count
         _show(slot, position, held.unit, views)
 
-    def prepare(self, slot: Slot, positions: range) -> None:
+    def prepare(self, slot: Slot, positions: range, reserved: Collection[int] = ()) -> None:
         """Have an idle slot show free granules at these positions, if it shows something before them, and not in one
-        with it: those that it shows already, or others. The next sequence there takes them as they are; nothing is held
-        until then."""
+        with it: those that it shows already, or others, but no `reserved` ones. The next sequence there takes them as
+        they are; nothing is held until then."""
         if positions.start > len(slot.view.granules) or slot.view.cuts(positions.start):
             return
-        kept = set(slot.view.granules[positions.start : positions.stop])
+        kept = {*slot.view.granules[positions.start : positions.stop], *reserved}
         spare = (one for one in self._pool.spare(SPARE_GRANULES) if one not in kept and self._is_single(one))
         for position in positions:
             shown = slot.view.at(position)
-            if shown is not None and self._is_single(shown) and self._pool.is_free(shown):
+            if shown is not None and shown not in reserved and self._is_single(shown) and self._pool.is_free(shown):
                 continue
             granule = next(spare, None)
             if granule is None:

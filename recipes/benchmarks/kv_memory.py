@@ -29,6 +29,8 @@ from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
 NOTICED_SECONDS = 1e-4
 """A wait shorter than that is none."""
+DRAWN_PROMPTS = 1024
+"""Prompts that are drawn before; they come again with another first token."""
 LONGEST = 5
 """Waits of each kind that are reported one by one."""
 
@@ -36,7 +38,8 @@ LONGEST = 5
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A step's wait for mappings. decode: whether the step has decode rows alone. late: whether the GPU had run dry
-    when it ended. cause: what it was for; `host` where the GPU was dry when it began. views: granules its plan had to show."""
+    when it ended. cause: what it was for; `host` where the GPU was dry when it began. views: granules that its plan had
+    to show."""
 
     seconds: float
     decode: bool
@@ -86,9 +89,12 @@ def run(engine: Engine, args: argparse.Namespace) -> Trace:
     """Load the engine for `--steps` steps with all streams running."""
     rng, trace, core = random.Random(args.seed), Trace(), engine.core
     running, sent = 0, 0
+    # Drawing them takes a millisecond each, which would be the GPU's.
+    prompts = [draw_tokens(rng, engine, rng.randint(1, args.prompt)) for _ in range(DRAWN_PROMPTS)]
     while len(trace.waste) < args.steps:
         while running < args.streams:
-            prompt = [rng.randrange(engine.ready.vocab_size) for _ in range(rng.randint(1, args.prompt))]
+            prompt = prompts[sent % DRAWN_PROMPTS]
+            prompt = [sent % engine.ready.vocab_size, *prompt[1:]]
             params = SamplingParams(max_tokens=rng.randint(1, args.answer), temperature=0.0, ignore_eos=True)
             core.add(AddRequest(sent, prompt, params, 0, time.monotonic()))
             running, sent = running + 1, sent + 1
@@ -106,12 +112,16 @@ def run(engine: Engine, args: argparse.Namespace) -> Trace:
     return trace
 
 
+def draw_tokens(rng: random.Random, engine: Engine, length: int) -> list[int]:
+    return [rng.randrange(engine.ready.vocab_size) for _ in range(length)]
+
+
 def fill(engine: Engine, args: argparse.Namespace) -> None:
     """Fill the pool with prompts that nobody asks for again."""
     core, rng, sent = engine.core, random.Random(args.seed + 1), 0
     stats = core.stats(time.monotonic())
     while stats.kv_granules_cached < stats.kv_granules * 15 // 16 and sent * args.prompt < 4 * engine.ready.kv_tokens:
-        prompt = [rng.randrange(engine.ready.vocab_size) for _ in range(args.prompt)]
+        prompt = draw_tokens(rng, engine, args.prompt)
         core.add(AddRequest(sent, prompt, SamplingParams(max_tokens=1, ignore_eos=True), 0, time.monotonic()))
         sent += 1
         while core.stats(time.monotonic()).waiting > args.streams // 16:

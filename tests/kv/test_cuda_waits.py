@@ -290,7 +290,7 @@ def test_no_step_enters_an_unfinished_view(overlap):
     cuda = SlowCuda(rng)
     arena = geometry.arena("cuda", cuda)
     spec, cuda.slow = arena.spec, True
-    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky)
+    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, background=arena.background)
     limits = SchedulerLimits(2 * spec.granule_tokens, 2 * spec.granule_tokens, spec.max_tokens, frozenset(), VOCAB)
     runner = CheckingRunner(arena, cuda)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=overlap)

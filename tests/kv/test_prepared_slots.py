@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from bladellm_runtime.kv.accounting import PREPARED_GRANULES, Admission, KvAccounting
+from bladellm_runtime.kv.accounting import Admission, KvAccounting
 from bladellm_runtime.kv.operations import MemoryPlan, Show
+from bladellm_runtime.kv.slot_preparation import KEPT_SHARE, PREPARED_GRANULES, PREPARED_SLOTS
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 
 GRANULE, SLOTS = 8, 6
@@ -40,8 +41,9 @@ def test_only_the_first_sequence_waits_for_its_granules(block, split, prompt_cac
     accounting = accounting_of(64, block, split, prompt_cache=prompt_cache)
     admission, plan = enter(accounting, prompt())
     assert len(shown(plan.views, admission.slot)) == 3
+    prepared = {}
     for _ in range(SLOTS - 1):
-        prepared = {view.slot: view.granules for view in plan.ahead}
+        prepared |= {view.slot: view.granules for view in plan.ahead}
         admission, plan = enter(accounting, prompt())
         assert not shown(plan.views, admission.slot)
         assert accounting.granules.slots[admission.slot].view.granules == prepared[admission.slot]
@@ -67,8 +69,8 @@ def test_growing_sequences_take_other_granules_first_and_what_they_take_is_repla
     accounting = accounting_of(64, 16, split=4)
     first, plan = enter(accounting, prompt())
     prepared = {granule for view in plan.ahead for granule in view.granules}
-    assert len(prepared) == 3
-    for granules in range(4, 13):
+    assert len(prepared) == 3 * PREPARED_SLOTS
+    for granules in range(4, 17 - 3 * PREPARED_SLOTS):
         assert accounting.grow(first.slot, granules * GRANULE)
         accounting.drain_ops()
         assert prepared.isdisjoint(accounting.granules.slots[first.slot].view.granules), "others are free"
@@ -93,6 +95,8 @@ def test_a_block_that_the_next_slot_shows_whole_is_not_cut():
     for tokens in (beginning + prompt(GRANULE), prompt(4 * GRANULE)):
         admission, _ = enter(accounting, tokens)
         accounting.release_slot(admission.slot, tokens, len(tokens))
+        # As after many sequences of whole blocks.
+        accounting._preparation._recent.clear()
     for _ in range(SLOTS - 2):
         enter(accounting, prompt(4 * GRANULE))
     assert list(accounting.idle_slots) == [0, 1]
@@ -128,4 +132,38 @@ def test_nothing_is_prepared_where_views_do_not_last():
 def test_a_long_sequence_of_single_granules_prepares_for_a_bounded_one():
     accounting = accounting_of(6 * PREPARED_GRANULES)
     _, plan = enter(accounting, prompt(2 * PREPARED_GRANULES * GRANULE))
-    assert 0 < sum(len(view.granules) for view in plan.ahead) <= PREPARED_GRANULES
+    assert 0 < sum(len(view.granules) for view in plan.ahead) <= PREPARED_SLOTS * PREPARED_GRANULES
+
+
+def run(accounting: KvAccounting, length: int) -> MemoryPlan:
+    """A sequence that comes and goes, with a plan for its step and one after it."""
+    tokens = prompt(length)
+    admission, plan = enter(accounting, tokens)
+    accounting.release_slot(admission.slot, tokens, len(tokens))
+    accounting.drain_ops()
+    accounting.check()
+    return plan
+
+
+@pytest.mark.parametrize(("block", "split"), [(1, 0), (16, 1000)])
+def test_slots_are_prepared_where_the_prompt_cache_has_all_memory(block, split):
+    """Sequences come and go, long and short ones; what they wait for is only what none of those before them needed."""
+    accounting = accounting_of(640, block, min(split, 640 // block))
+    while accounting.cache.idle < 600:
+        run(accounting, 9 * GRANULE)
+    lengths = [random.randint(1, 9) for _ in range(40)]
+    for number, length in enumerate(lengths):
+        plan = run(accounting, length * GRANULE)
+        waits = sum(len(view.granules) for view in plan.views)
+        assert not waits or length > max(lengths[max(number - 8, 0) : number], default=9)
+        assert accounting.pool.free <= 640 // KEPT_SHARE + PREPARED_SLOTS * 9, "more is free than is kept for the next"
+
+
+def test_sequences_that_come_together_find_their_granules_each():
+    accounting = accounting_of()
+    enter(accounting, prompt())
+    together = [accounting.admit(prompt(), LENGTH, 0) for _ in range(PREPARED_SLOTS)]
+    plan = accounting.drain_ops()
+    accounting.check()
+    for admission in together:
+        assert not shown(plan.views, admission.slot)

