@@ -135,7 +135,7 @@ def make_engine(
         shares=arena.shares,
         sticky=arena.sticky,
         prompt_cache=not args.disable_prompt_cache,
-        background=arena.background,
+        progress=arena if arena.background else None,
     )
     sharing = None
     if built.cascade is not None and runner.shared_rows:

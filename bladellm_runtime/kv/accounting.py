@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from bladellm_runtime.kv import accounting_check
 from bladellm_runtime.kv.granules import GranulePool
-from bladellm_runtime.kv.operations import Copy, MemoryPlan, SwapIn, SwapOut
+from bladellm_runtime.kv.operations import Copy, MemoryPlan, Show, SwapIn, SwapOut
 from bladellm_runtime.kv.prompt_cache import PromptCache
 from bladellm_runtime.kv.prompt_match import COPY_TOKENS, Match
 from bladellm_runtime.kv.prompt_tree import Node, pack
@@ -19,6 +20,13 @@ from bladellm_runtime.kv.swap_space import SwapSpace
 
 SPILL_GRANULES, SPILL_SEARCH = 16, 32
 """Granules copied to the host by one plan at most, and units looked at to find them."""
+
+
+class ViewProgress(Protocol):
+    """Who makes views beside the steps, and knows how far that is."""
+
+    def is_shown(self, slot: int, granules: int) -> bool:
+        """Whether a slot shows its first `granules` granules, of the views that were asked for, or fails to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,9 @@ class KvAccounting:
         shares: bool = True,
         sticky: bool = True,
         prompt_cache: bool = True,
-        background: bool = False,
+        progress: ViewProgress | None = None,
     ) -> None:
-        """background: whether views are made beside the steps before, and take a while."""
+        """progress: knows which views have been made; None where that takes no time."""
         self.spec = spec
         self.pool = GranulePool(spec.num_granules, spec.block_granules)
         self.swap = SwapSpace(spec.host_granules)
@@ -61,7 +69,7 @@ class KvAccounting:
         """Slots without a sequence, the one idle longest first: a dict as an ordered set."""
         self._sticky = shares and sticky
         self._caching = shares and prompt_cache
-        self._background = background
+        self._progress = progress
         self._plans = 1
         self._preparation = SlotPreparation(self.pool, self.cache, self.granules, spec.granules(spec.max_tokens))
         # Counts what may make room for a sequence, or more of it cached; and who was refused when it stood there.
@@ -135,14 +143,18 @@ class KvAccounting:
         self._preparation.note(range(shown, slot.needed))
         return Admission(slot.number, match.cached)
 
-    def is_mapped(self, number: int) -> bool:
-        """Whether the next plan's step need not wait for what a slot is to show."""
-        return not self._background or not any(view.slot == number for view in self.granules.plan.views)
+    def is_shown(self, number: int, tokens: int) -> bool:
+        """Whether the next plan's step need not wait for a slot to show its first `tokens` tokens."""
+        if self._progress is None:
+            return True
+        granules = self.spec.granules(tokens)
+        mine = (view for view in self.granules.plan.views if view.slot == number and isinstance(view, Show))
+        return all(view.position >= granules for view in mine) and self._progress.is_shown(number, granules)
 
-    def put_off(self, number: int) -> None:
-        """Have what the next plan shows in a slot that has just become live shown after the plan's own views: its step
-        does not touch the slot."""
-        self.granules.put_off(self._live(number))
+    def is_sound(self, number: int) -> bool:
+        """Whether the prompt cache still holds what a live slot shares with it: it forgets what may be wrong."""
+        slot = self._live(number)
+        return not any(held.node is not None and held.node.lost for held in slot.held[: slot.indexed])
 
     def grow(self, number: int, tokens: int) -> bool:
         """Make a live slot hold at least `tokens` tokens. False, with nothing changed, if there is not enough."""

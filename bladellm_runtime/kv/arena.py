@@ -114,7 +114,7 @@ class KvArena(ABC):
     their request ends: they are in the way of others, or use up the mappings a process may have."""
 
     background: ClassVar[bool] = False
-    """Whether views are made beside the steps before, so that those which need not be there yet delay no step."""
+    """Whether views are made beside the steps before, so that those that no step enters delay none."""
 
     def __init__(self, spec: KvSpec, shape: KvShape, device: torch.device) -> None:
         self.spec = spec
@@ -139,9 +139,13 @@ class KvArena(ABC):
         """
         return
 
+    def is_shown(self, slot: int, granules: int) -> bool:
+        """Whether a step that enters a slot's first `granules` granules would not wait, of the plans submitted."""
+        return True
+
     def hold(self) -> None:
         """Put off what no step waits for, so that the caller has Python's lock to itself, until `resume` or for a
-        moment."""
+        moment. Then come the views of the last plan, as the next step may enter them, and what is ahead."""
         return
 
     def resume(self) -> None:

@@ -60,6 +60,8 @@ class CudaArena(GranuleArena):
         """Views that are not in force, or failed without a step that enters them since."""
         self._needed: list[Pending] = []
         """Those that the step submitted last enters."""
+        self._soon: list[Job] = []
+        """Of the others of its plan's own."""
         self._release = weakref.finalize(self, _release, self._mapper, self._memory)
         rows = spec.granule_tokens + spec.num_slots * spec.max_tokens
         slots = self._tensors(self._memory.guards, rows)
@@ -72,6 +74,7 @@ class CudaArena(GranuleArena):
             return  # as in nearly all steps
         self._check_moves(plan)
         self._forget(plan)
+        first = len(self._pending)
         for view in plan.views:
             self._view(view)
         before = len(self._pending)
@@ -81,6 +84,7 @@ class CudaArena(GranuleArena):
             entered = self._pending[:before] if rows is None else self._entered(rows)
             moved = self._moved(plan) if plan.moves else []
             self._needed = entered + [view for view in moved if view not in entered]
+            self._soon = [view.job for view in self._pending[first:before] if view not in self._needed]
             self._mapper.urge([view.job for view in self._needed])
         self._table.upload()
 
@@ -100,7 +104,13 @@ class CudaArena(GranuleArena):
         self._mapper.hold()
 
     def resume(self) -> None:
+        soon, self._soon = self._soon, []
+        if soon:
+            self._mapper.urge(soon)
         self._mapper.resume()
+
+    def is_shown(self, slot: int, granules: int) -> bool:
+        return not any(view.slot == slot and view.start < granules and not view.job.done for view in self._pending)
 
     def close(self) -> None:
         super().close()

@@ -71,7 +71,8 @@ class Rows(NamedTuple):
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """Memory operations of a step, in this order: `views` before the step's kernels, then `moves` in stream order.
+    """Memory operations of a step, in this order: `views` before the step's kernels, as far as those enter them, then
+    `moves` in stream order.
 
     `ahead` are views that no row of this step needs: an arena may carry them out later, but before a step whose rows
     do, and before whatever a later plan says about the same slot or block. Where they take a block otherwise than

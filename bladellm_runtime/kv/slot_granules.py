@@ -115,10 +115,13 @@ class SlotGranules:
         if positions.start > len(slot.view.granules) or slot.view.cuts(positions.start):
             return
         kept = {*slot.view.granules[positions.start : positions.stop], *reserved}
+        used = set(reserved)
         spare = (one for one in self._pool.spare(SPARE_GRANULES) if one not in kept and self._is_single(one))
         for position in positions:
             shown = slot.view.at(position)
-            if shown is not None and shown not in reserved and self._is_single(shown) and self._pool.is_free(shown):
+            if shown is not None and shown not in used and self._is_single(shown) and self._pool.is_free(shown):
+                # It may be in view at another position, too.
+                used.add(shown)
                 continue
             granule = next(spare, None)
             if granule is None:
@@ -128,12 +131,6 @@ class SlotGranules:
     def _is_single(self, granule: int) -> bool:
         """Whether a granule can be shown by itself as its block is."""
         return not self._classes.is_whole(granule)
-
-    def put_off(self, slot: Slot) -> None:
-        """Have a slot's views of the present plan carried out after the plan's own."""
-        mine = [view for view in self.plan.views if isinstance(view, Show) and view.slot == slot.number]
-        self.plan.views = [view for view in self.plan.views if not isinstance(view, Show) or view.slot != slot.number]
-        self.plan.ahead += mine
 
     def clear(self, slot: Slot, hide: bool) -> None:
         """Make a slot idle; its units are somebody else's matter. `hide`: it must not show anything any more."""

@@ -59,10 +59,9 @@ class SlotPreparation:
     def _keep_free(self, numbers: list[int], granules: int) -> None:
         """Have so many granules free, as far as the prompt cache can spare them."""
         wanted = min(granules, self._pool.num_granules // KEPT_SHARE)
-        if self._pool.free >= wanted:
-            return
         for number in numbers:
-            if (left := self._granules.slots[number].left) is not None:
+            left = self._granules.slots[number].left
+            if self._pool.free < wanted and left is not None:
                 self._cache.evict_branch(left)
         while self._pool.free < wanted and self._cache.idle:
             self._cache.evict()

@@ -77,6 +77,7 @@ class Planner:
         self._chunks = []
         self._ahead = Ahead(budget)
         if self._roster.prefilling:
+            self._put_back_unsound()
             budget = self._overtake(plan, budget, now)
             budget = self._continue_prefills(plan, budget)
         if self._roster.waiting:
@@ -119,28 +120,27 @@ class Planner:
         return has_room(self._group, sizes, len(self._roster.waiting), len(self._roster.slots.owner))
 
     def _let_in(self, plan: StepPlan, now: float) -> Sequence | None:
-        """Let the head of the queue into the micro-batch that the step is for, if there is room for it.
-
-        It may have no part in the plan then: decode rows do not wait for memory to be mapped that is not theirs. Nor
-        have those behind it. Not with several micro-batches, where others would begin before its turn comes.
-        """
+        """Let the head of the queue into the micro-batch that the step is for, if there is room for it. It may have no
+        part in the plan then, where decode rows would have to wait for its memory, nor have those behind it."""
         if self._ahead.is_full or not self._has_room():
             return None
         seq = self._roster.admit(now)
         if seq is None:
             return None
         seq.group = self._group
-        waits = plan.num_decode > 0 and not self._roster.slots.is_mapped(seq)
-        if self._groups == 1 and (waits or self._ahead.all):
-            self._put_off(plan, seq)
+        if self._ahead.all or not self._is_ready(plan, seq, self._chunk_tokens(seq, self._ahead.limit)):
+            self._ahead.add(policy.tokens_left(seq))
+            # Moves of this plan may write to its memory, which must not go to others before they are done.
+            seq.last_step = plan.step
         return seq
 
-    def _put_off(self, plan: StepPlan, seq: Sequence) -> None:
-        """Have a sequence that was just let in begin with the next step; its memory is mapped meanwhile."""
-        self._ahead.add(policy.tokens_left(seq))
-        self._roster.slots.put_off(seq)
-        # Moves of this plan may write to its memory, which must not go to others before they are done.
-        seq.last_step = plan.step
+    def _is_ready(self, plan: StepPlan, seq: Sequence, tokens: int) -> bool:
+        """Whether no decode row has to wait for the memory of a sequence's next tokens. Not asked with several
+        micro-batches, where others would begin before its turn comes again."""
+        return self._groups > 1 or not plan.num_decode or self._roster.slots.is_shown(seq, seq.planned + tokens)
+
+    def _chunk_tokens(self, seq: Sequence, budget: int) -> int:
+        return policy.chunk_tokens(seq, budget, self.limits.prefill_chunk_tokens)
 
     def _bounded(self, bound: StepBound, plan: StepPlan, limit: int, now: float) -> int:
         """The budget for prompt tokens beside the plan's decode rows."""
@@ -163,21 +163,31 @@ class Planner:
         return prefill_budget(bound, demand, limit)
 
     def _begin(self, step: int) -> StepPlan:
-        """A plan with a decode row of each sequence that has room for one."""
-        batch = self._roster.batches[self._group]
+        """A plan with a decode row of each sequence that has room for one, and whose room is mapped: the others need
+        not wait for that."""
+        batch, slots = self._roster.batches[self._group], self._roster.slots
         found: list[Sequence] = []
+        late: list[Sequence] = []
         self._short_rows = 0
+        due = batch.due()
         # Growing may preempt sequences behind the current one, never before it.
-        for seq in batch.due():
+        for seq in due:
             if seq.state is not State.DECODE:
                 continue
             planned = seq.planned + 1
             if planned > seq.reserved and not self._grow(seq):
                 batch.leave_out(seq)
-                continue
-            found.append(seq)
-            if planned == batch.ahead_at(seq):
-                self._roster.slots.map_ahead(seq, planned)
+            elif slots.opens_granule(seq.planned) and not slots.is_shown(seq, planned):
+                late.append(seq)
+            else:
+                found.append(seq)
+        if not found and len(batch) == sum(seq.state is State.DECODE for seq in due):
+            found, late = late, []
+        for seq in late:
+            batch.leave_out(seq)
+        for seq in found:
+            if seq.planned + 1 == batch.ahead_at(seq):
+                slots.map_ahead(seq, seq.planned + 1)
         plan = batch.advance(step, found)
         for seq in found:
             if seq.planned == seq.kv_end:
@@ -198,6 +208,13 @@ class Planner:
             roster.preempt(victim)
         return True
 
+    def _put_back_unsound(self) -> None:
+        """Let those in again that have not begun and share what has been forgotten since, and who came behind them."""
+        line, slots = list(self._roster.prefilling), self._roster.slots
+        unsound = (place for place, seq in enumerate(line) if not seq.loaded and not slots.is_sound(seq))
+        for seq in reversed(line[next(unsound, len(line)) :]):
+            self._roster.put_back(seq)
+
     def _overtake(self, plan: StepPlan, budget: int, now: float) -> int:
         """Where the prompt in front fills the step and more, add chunks of those behind it that are much shorter;
         returns what the others may have."""
@@ -205,10 +222,13 @@ class Planner:
         spare = budget // policy.OVERTAKING_SHARE
         if not line or spare <= 0 or policy.tokens_left(line[0]) <= budget:
             return budget
+        if not self._is_ready(plan, line[0], self._chunk_tokens(line[0], budget)):
+            return budget
         kept = budget - spare
         for seq in self._overtaking(plan, line, now):
-            spare -= self._add_chunk(plan, seq, spare)
-            if not spare:
+            tokens = self._add_chunk(plan, seq, spare)
+            spare -= tokens
+            if not tokens or not spare:
                 break
         return kept + spare
 
@@ -229,7 +249,9 @@ class Planner:
             if budget == 0:
                 break
             if seq.last_step < plan.step:
-                budget -= self._add_chunk(plan, seq, budget)
+                tokens = self._add_chunk(plan, seq, budget)
+                # Where decode rows would wait for the memory of one, those behind it do not overtake it.
+                budget = budget - tokens if tokens else 0
         return budget
 
     def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
@@ -252,7 +274,10 @@ class Planner:
             pass
 
     def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
-        """Add the next prefill chunk of a sequence; returns its tokens."""
+        """Add the next prefill chunk of a sequence, if its memory is there; returns its tokens."""
+        tokens = self._chunk_tokens(seq, budget)
+        if not self._is_ready(plan, seq, tokens):
+            return 0
         if not seq.loaded:
             # The tokens are copied: the sequence appends to its own list while this plan is in flight.
             known, adapter = seq.tokens.copy(), seq.prepared.adapter
@@ -261,7 +286,6 @@ class Planner:
             seq.loaded = True
             if seq.cached < 0:
                 seq.cached = seq.planned
-        tokens = policy.chunk_tokens(seq, budget, self.limits.prefill_chunk_tokens)
         done = seq.planned + tokens == seq.prefill_end
         samples = done and seq.max_len > seq.prompt_len
         self._chunks.append(Chunk(seq.slot, seq.generation, seq.planned, tokens, samples))

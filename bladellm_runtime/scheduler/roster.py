@@ -99,6 +99,11 @@ class Roster:
             seq.request_id, len(seq.tokens), seq.preemptions, self.preemptions,
         )  # fmt: skip
 
+    def put_back(self, seq: Sequence) -> None:
+        """Put a sequence that was let in, and has had no part in a step yet, back into the queue."""
+        self.slots.retire(seq)
+        self._move(seq, State.WAITING)
+
     def requeue_all(self) -> None:
         """Put every sequence that has a part in planned steps back into the queue; no step may be in flight."""
         for seq in self.live.values():

@@ -65,13 +65,17 @@ class SlotTable:
         self._reserve(seq, tokens)
         return True
 
-    def is_mapped(self, seq: Sequence) -> bool:
-        """Whether a step with the sequence, which was just let in, need not wait for its memory."""
-        return self._memory.is_mapped(seq.slot)
+    def is_shown(self, seq: Sequence, tokens: int) -> bool:
+        """Whether a step that reads and writes the sequence's first `tokens` tokens need not wait for its memory."""
+        return self._memory.is_shown(seq.slot, tokens)
 
-    def put_off(self, seq: Sequence) -> None:
-        """Have the sequence's memory mapped beside the step that is being planned, which has no part in it."""
-        self._memory.put_off(seq.slot)
+    def is_sound(self, seq: Sequence) -> bool:
+        """Whether nothing that the sequence shares has turned out to be wrong since it was let in."""
+        return self._memory.is_sound(seq.slot)
+
+    def opens_granule(self, position: int) -> bool:
+        """Whether a token is the first of its granule."""
+        return position % self._memory.spec.granule_tokens == 0
 
     def find(self, slot: int, generation: int) -> Sequence | None:
         """The sequence a result belongs to; None for a result that is stale or no longer wanted."""

@@ -31,6 +31,7 @@ NOTICED_SECONDS = 1e-4
 """A wait shorter than that is none."""
 DRAWN_PROMPTS = 1024
 """Prompts that are drawn before; they come again with another first token."""
+TRACED_EVENTS = 512
 LONGEST = 5
 """Waits of each kind that are reported one by one."""
 
@@ -39,13 +40,14 @@ LONGEST = 5
 class Wait:
     """A step's wait for mappings. decode: whether the step has decode rows alone. late: whether the GPU had run dry
     when it ended. cause: what it was for; `host` where the GPU was dry when it began. views: granules that its plan had
-    to show."""
+    to show. jobs: milliseconds of what was being mapped meanwhile, by kind, each from its beginning."""
 
     seconds: float
     decode: bool
     late: bool
     cause: str
     views: int
+    jobs: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -73,8 +75,10 @@ class Trace:
             seconds = time.perf_counter() - start
             converted = arena.stats.splits + arena.stats.joins - converted
             decode = self._rows is None or bool((self._rows.query_lens == 1).all())
-            self.waits.append(Wait(seconds, decode, stream.query(), self._cause(seconds, dry, converted), self._views))
+            cause, jobs = self._cause(seconds, dry, converted), _jobs(arena, start)
+            self.waits.append(Wait(seconds, decode, stream.query(), cause, self._views, jobs))
 
+        arena.stats.trace(TRACED_EVENTS)
         arena.submit, arena.wait = submitted, waited  # type: ignore[method-assign]
 
     def _cause(self, seconds: float, dry: bool, converted: int) -> str:
@@ -83,6 +87,16 @@ class Trace:
         if converted:
             return "a block to be converted"
         return "views of its own plan" if self._views else "views of earlier plans"
+
+
+def _jobs(arena: KvArena, start: float) -> dict[str, float]:
+    """What an arena did since a moment."""
+    found: Counter[str] = Counter()
+    for event in arena.stats.events:
+        if event.end > start and event.kind != "wait":
+            found[event.kind] += 1e3 * (event.end - event.start)
+            found[f"{event.kind}s"] += 1
+    return dict(found)
 
 
 def run(engine: Engine, args: argparse.Namespace) -> Trace:

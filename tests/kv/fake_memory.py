@@ -30,8 +30,8 @@ class FakeMemory:
     """Physical granules, each a list of whatever its tokens hold (None: nothing), and what the slots show of them.
 
     Views last until they are replaced. A block that is shown in another class than before, whole or granule by granule,
-    is other memory: its contents and all views of it are gone. `ahead` views are carried out at once or with the next
-    plan, at random.
+    is other memory: its contents and all views of it are gone. Views that the step does not enter are carried out at
+    once or with a later plan, at random.
     """
 
     def __init__(self, spec: KvSpec, *, shares: bool = True, seed: int = 0) -> None:
@@ -42,18 +42,25 @@ class FakeMemory:
         self.slots: list[list[int | None]] = [[] for _ in range(spec.num_slots)]
         self.whole: dict[int, bool] = {}
         self.late: list[Show] = []
+        """Views to come, in order."""
         self.shows: list[Show] = []
         """The views of the last plan, for tests that count them."""
 
-    def apply(self, plan: MemoryPlan, busy: Iterable[tuple[int, int]] = (), moving: Iterable[Move] = ()) -> None:
+    def apply(
+        self,
+        plan: MemoryPlan,
+        busy: Iterable[tuple[int, int]] = (),
+        moving: Iterable[Move] = (),
+        rows: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
         """Carry out a plan while steps are in flight that touch the first tokens of slots, `busy` (slot, tokens), and
-        the moves `moving`."""
+        the moves `moving`. rows: what the plan's step enters, likewise; None for all but its views ahead."""
+        entered = None if rows is None else dict(rows)
         guarded = {slot: self.spec.granules(tokens) for slot, tokens in busy}
         before = {slot: self.slots[slot][:count] for slot, count in guarded.items()}
         pinned = [(granule, list(self.granules[granule])) for move in moving for granule in sources(move)]
-        for view in self.late:
-            self._show(view)
-        self.late = []
+        if self.random.random() < 0.5 or self._rest_on_late(plan, entered):
+            self._catch_up()
         self.shows = [view for view in plan.views if isinstance(view, Show)]
         for view in plan.views:
             if isinstance(view, Hide):
@@ -61,19 +68,53 @@ class FakeMemory:
                 assert 0 <= view.keep < len(self.slots[view.slot])
                 del self.slots[view.slot][view.keep :]
             else:
-                self._show(view)
+                self._show_or_wait(view, plan, entered)
         for slot, shown in before.items():
             assert self.slots[slot][: guarded[slot]] == shown, "a view changed under a step in flight"
         assert all(self.granules[granule] == contents for granule, contents in pinned), "a move lost its source"
-        size = self.spec.block_granules
-        moved = {granule // size for move in plan.moves for granule in touched(move)}
-        # A block is converted before contents are moved there.
-        if self.random.random() < 0.5 and not any(g // size in moved for view in plan.ahead for g in view.granules):
-            self.late = plan.ahead
-        else:
-            for view in plan.ahead:
-                self._show(view)
+        for view in plan.ahead:
+            self._show_or_wait(view, plan, {})
         self._move(plan)
+
+    def is_shown(self, slot: int, granules: int) -> bool:
+        """Whether no view of a slot's first granules is to come."""
+        return not any(view.slot == slot and view.position < granules for view in self.late)
+
+    def _rest_on_late(self, plan: MemoryPlan, entered: dict[int, int] | None) -> bool:
+        """Whether a plan, or its step, rests on views that are to come."""
+        slots = {view.slot for view in (*plan.views, *plan.ahead)}
+        blocks = self._blocks(plan.moves) | self._blocks(plan.views) | self._blocks(plan.ahead)
+        late = any(view.slot in slots for view in self.late) or not blocks.isdisjoint(self._blocks(self.late))
+        return late or entered is None or not all(self._is_ready(slot, end) for slot, end in entered.items())
+
+    def _is_ready(self, slot: int, tokens: int) -> bool:
+        return self.is_shown(slot, self.spec.granules(tokens))
+
+    def _catch_up(self) -> None:
+        late, self.late = self.late, []
+        for view in late:
+            self._show(view)
+
+    def _show_or_wait(self, view: Show, plan: MemoryPlan, entered: dict[int, int] | None) -> None:
+        """Show a view of a plan; later, perhaps, where neither its step nor moves rest on it. None comes before another
+        one that is to come of its slot or blocks."""
+        free = entered is not None and self.spec.granules(entered.get(view.slot, 0)) <= view.position
+        behind = any(view.slot == other.slot for other in self.late)
+        behind |= not self._blocks([view]).isdisjoint(self._blocks(self.late))
+        if free and self._blocks(plan.moves).isdisjoint(self._blocks([view])) and self.random.random() < 0.5:
+            self.late.append(view)
+            return
+        if behind:
+            self._catch_up()
+        self._show(view)
+
+    def _blocks(self, parts: Iterable[Show | Hide | Move]) -> set[int]:
+        """Of granules that views show, and that moves touch."""
+        found: set[int] = set()
+        for part in parts:
+            granules = [] if isinstance(part, Hide) else part.granules if isinstance(part, Show) else touched(part)
+            found.update(granule // self.spec.block_granules for granule in granules)
+        return found
 
     def granule(self, slot: int, position: int) -> int:
         """The granule behind a slot's token."""

@@ -163,6 +163,52 @@ def test_a_hold_puts_off_views_ahead_but_none_that_a_step_enters(arena, cuda, mo
     assert mapped(arena, cuda, 0, 1)
 
 
+def test_after_a_hold_the_views_of_a_plan_come_before_what_was_ahead(arena, cuda, monkeypatch):
+    """The next step may enter them; this one does not wait for them."""
+    monkeypatch.setattr(mapper, "HOLD_SECONDS", 60.0)
+    # A granule of each block, so that none is to be converted.
+    run_plan(arena, [Show(1, 0, [1, 5, 9, 13])])
+    arena.hold()
+    cuda.gate = True
+    step(arena, ahead=[Show(0, 0, [0]), Show(3, 0, [3])], rows=[(1, 0, 1)])
+    step(arena, [Show(2, 0, [9, 10])], rows=[(1, 1, 1)], ahead=[Show(0, 1, [2])])
+    arena.wait()
+    assert not any(arena.is_shown(slot, 1) for slot in (0, 2, 3))
+    assert arena.is_shown(1, 1)
+    arena.resume()
+    cuda.allow(GROUPS)
+    wait_until(lambda: arena.is_shown(2, 1))
+    assert not arena.is_shown(2, 2)
+    cuda.allow(GROUPS)
+    wait_until(lambda: arena.is_shown(2, 2))
+    assert not any(arena.is_shown(slot, 1) for slot in (0, 3))
+    cuda.open()
+    run_plan(arena)
+    assert all(arena.is_shown(slot, 1) for slot in (0, 2, 3))
+
+
+def wait_until(true):
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_moves_do_not_wait_for_views_of_the_memory_they_write_to(arena, cuda):
+    run_plan(arena, [Show(0, 0, [1, 2])])
+    write(arena, 0, 0, np.arange(1, 2 * arena.spec.granule_tokens + 1))
+    cuda.gate = True
+    # In the same block.
+    move = Copy(1, 3, 3)
+    step(arena, [Show(1, 0, [3])], rows=[(0, 0, 1)], moves=[move])
+    assert in_thread(arena.wait).wait(SECONDS)
+    arena.move([move])
+    cuda.open()
+    step(arena, rows=[(1, 0, 3)])
+    arena.wait()
+    assert_holds(arena, 1, np.arange(1, 4))
+
+
 @pytest.mark.parametrize("move", [Copy(1, 6, 3), SwapIn(0, 6)])
 def test_moves_wait_for_the_memory_they_write_to_without_a_row(arena, cuda, move):
     """The target's block is converted by a view ahead, slowly."""
@@ -290,7 +336,7 @@ def test_no_step_enters_an_unfinished_view(overlap):
     cuda = SlowCuda(rng)
     arena = geometry.arena("cuda", cuda)
     spec, cuda.slow = arena.spec, True
-    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, background=arena.background)
+    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, progress=arena if arena.background else None)
     limits = SchedulerLimits(2 * spec.granule_tokens, 2 * spec.granule_tokens, spec.max_tokens, frozenset(), VOCAB)
     runner = CheckingRunner(arena, cuda)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=overlap)

@@ -74,7 +74,7 @@ def test_rows_find_their_own_tokens_whatever_is_shared_copied_evicted_and_swappe
     rng = random.Random()
     arena = GEOMETRY.arena(kind)
     spec = arena.spec
-    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, background=arena.background)
+    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, progress=arena if arena.background else None)
     limits = SchedulerLimits(2 * spec.granule_tokens, 2 * spec.granule_tokens, spec.max_tokens, frozenset(), VOCAB)
     runner = ContentRunner(arena)
     core = EngineCore(Scheduler(limits, memory), runner, overlap=overlap)

@@ -38,7 +38,7 @@ def serve(seed: int, overlap: bool, block: int) -> None:
     spec, cuda.slow = arena.spec, True
     size = spec.granule_tokens
     limits = SchedulerLimits(2 * size, 2 * size, spec.max_tokens, frozenset(), VOCAB)
-    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, background=arena.background)
+    memory = KvAccounting(spec, shares=arena.shares, sticky=arena.sticky, progress=arena if arena.background else None)
     core = EngineCore(Scheduler(limits, memory), CheckingRunner(arena, cuda), overlap=overlap)
     beginnings = [[draw.randrange(VOCAB) for _ in range(5 * size)] for _ in range(3)]
     steps = bound = 0

@@ -139,7 +139,8 @@ class FakeDevice:
             for slot, start, count in zip(earlier.slots, earlier.starts, earlier.query_lens, strict=True)
         ]
         moves = [move for earlier, _ in self.in_flight for move in earlier.memory.moves]
-        self.memory.apply(plan.memory, busy, moves)
+        rows = zip(plan.slots.tolist(), (plan.starts + plan.query_lens).tolist(), strict=True)
+        self.memory.apply(plan.memory, busy, moves, rows)
         self._check_groups(plan)
         for load in plan.loads:
             self._load(load)

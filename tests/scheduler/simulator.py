@@ -3,6 +3,7 @@
 from collections import Counter
 
 from bladellm_runtime.kv.accounting import KvAccounting
+from bladellm_runtime.kv.operations import Show
 from bladellm_runtime.kv.shared_reads import SharingRule
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.request import FinishReason, SamplingParams
@@ -40,8 +41,9 @@ class Simulation:
         """depth: of one micro-batch; with several one step more in flight for each."""
         self.limits, self.spec, self.depth = limits, spec, depth + groups - 1
         self.each, self.groups = depth, groups
-        self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache, background=background)
-        self.background = background
+        memory = FakeMemory(spec, shares=shares, seed=seed)
+        self.progress = memory if background and shares else None
+        self.memory = KvAccounting(spec, shares=shares, prompt_cache=prompt_cache, progress=self.progress)
         self.now = 0.0
         micro_batches = MicroBatches(groups, depth) if groups > 1 else None
         self.scheduler = Scheduler(limits, self.memory, lambda: self.now, sharing, micro_batches)
@@ -51,7 +53,6 @@ class Simulation:
         self._live: dict[int, None] = {}
         self.loaded: list[int] = []
         self.protected: set[int] = set()
-        memory = FakeMemory(spec, shares=shares, seed=seed)
         self.device = FakeDevice(limits, spec, self.requests, memory, self.running_slots)
 
     @property
@@ -93,8 +94,8 @@ class Simulation:
             return None
         self._check_order(plan)
         self._check_slots(plan)
-        if self.background and self.groups == 1:
-            self._check_views(plan)
+        if self.progress is not None:
+            self._check_views(plan, self.progress)
         self.device.launch(plan)
         return plan
 
@@ -213,10 +214,18 @@ class Simulation:
         times = Counter(slot for earlier, _ in self.device.in_flight for slot in earlier.slots)
         assert all(times[slot] < self.each for slot in plan.slots)
 
-    def _check_views(self, plan: StepPlan) -> None:
-        """Decode rows do not wait for the memory of a sequence that begins."""
-        shown = {view.slot for view in plan.memory.views}
-        assert plan.num_decode == 0 or shown.isdisjoint(load.slot for load in plan.loads)
+    def _check_views(self, plan: StepPlan, progress: FakeMemory) -> None:
+        """A decode row waits for no view of a chunk, and for one of a decode row where all of these have to wait."""
+        own = [(view.slot, view.position) for view in plan.memory.views if isinstance(view, Show)]
+        waits = []
+        for slot, start, length in zip(plan.slots, plan.starts, plan.query_lens, strict=True):
+            granules = self.spec.granules(int(start + length))
+            made = progress.is_shown(slot, granules)
+            waits.append(not made or any(view == slot and position < granules for view, position in own))
+        if plan.num_decode and self.groups == 1:
+            decodes, chunks = waits[: plan.num_decode], waits[plan.num_decode :]
+            assert not any(chunks)
+            assert not any(decodes) or all(decodes)
 
     def _receive(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:

@@ -11,8 +11,8 @@ def shown(views, slot: int) -> list[int]:
 
 
 def let_in(sim, plan) -> set[int]:
-    """Slots mapped ahead for a sequence: not the next one, which is prepared for none yet."""
-    return {view.slot for view in plan.memory.ahead} - set(sim.memory.idle_slots)
+    """Slots mapped for a sequence that has no part in the plan yet: not the next ones, which are prepared for none."""
+    return {view.slot for view in plan.memory.views} - set(sim.memory.idle_slots) - set(plan.slots.tolist())
 
 
 def test_the_next_request_is_mapped_ahead_and_loaded_with_its_first_rows():
@@ -27,7 +27,7 @@ def test_the_next_request_is_mapped_ahead_and_loaded_with_its_first_rows():
     assert len(ahead) == 2
     assert ahead.isdisjoint(first.slots)
     # Five or six tokens of the prompt and the first of the answer.
-    assert [len(shown(first.memory.ahead, slot)) for slot in ahead] == [2, 2]
+    assert [len(shown(first.memory.views, slot)) for slot in ahead] == [2, 2]
     sim.complete()
     second = sim.launch()
     assert {load.slot for load in second.loads} == ahead
@@ -36,10 +36,25 @@ def test_the_next_request_is_mapped_ahead_and_loaded_with_its_first_rows():
     sim.finish()
 
 
-def decoding(requests: int, **limits: int) -> Simulation:
+class Always:
+    """In place of chance."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+
+AT_ONCE, LATE = Always(1.0), Always(0.0)
+"""Views that no row enters are made before the next plan, or after the one after it."""
+
+
+def decoding(requests: int, mapping: Always = AT_ONCE, **limits: int) -> Simulation:
     """One whose memory is mapped beside the steps, with so many requests that decode."""
     limits = limits_of(**limits)
     sim = Simulation(limits, spec_of(4, 100, 8, limits.max_model_len), background=True)
+    sim.device.memory.random = mapping
     for _ in range(requests):
         endless(sim, 7, 30)
     for _ in range(3):
@@ -59,13 +74,28 @@ def test_decode_rows_do_not_wait_for_the_memory_of_new_prompts():
     endless(sim, 6, 4)
     plan = sim.launch()
     assert (plan.num_decode, len(plan.slots)) == (3, 3)
-    assert not plan.memory.views
     assert let_in(sim, plan)
     sim.complete()
     plan = sim.launch()
     assert rows(plan)[3:] == [(0, 30, True), (0, 6, True)]
     assert not plan.memory.views
     sim.complete()
+    sim.finish()
+
+
+def test_decode_rows_do_not_wait_where_mapping_takes_several_steps():
+    sim = decoding(2, LATE)
+    endless(sim, 30, 20)
+    endless(sim, 20, 20)
+    for _ in range(2):
+        assert len(sim.launch().slots) == 2
+        sim.complete()
+    assert rows(sim.launch())[2:] == [(0, 30, True), (0, 20, True)]
+    sim.complete()
+    for _ in range(20):
+        # Each grows by granules of 4 tokens, and steps are not held up by any.
+        assert sim.launch().num_decode >= 2
+        sim.complete()
     sim.finish()
 
 
