@@ -4,7 +4,6 @@ Run by the front end as `python -m bladellm_runtime.engine.process`. The first l
 `{"address": ..., "args": {...}}`; the rest never comes: end of file means that the front end has died.
 """
 
-import gc
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ import msgspec
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.loop import EngineLoop
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.ranks.group import Home
 from bladellm_runtime.wire.messages import EngineFailed
@@ -24,8 +24,6 @@ from bladellm_runtime.wire.signals import leave_signals_to_starter
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
 
 ORPHAN_GRACE_SECONDS = 5.0
-COLLECT_AFTER = 20_000
-"""Allocations between collections: a step makes a list a row, none of them in cycles."""
 
 KEPT: list[BaseException] = []
 """Errors of a lost device, with all that their frames hold: freeing it would ask the device, and end the process before
@@ -58,10 +56,7 @@ def run_engine(
         loop = EngineLoop(engine.core, port)
         if on_loop is not None:
             on_loop.set(loop)
-        # Everything made so far lives for ever: keep the collector from walking it in the middle of a step.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(COLLECT_AFTER, 10, 50)
+        keep_objects()
         loop.run()
     except FrontEndGone:
         return 1

@@ -4,7 +4,6 @@ Run as `python -m bladellm_runtime.engine.rank_process`. The first line of stand
 rest never comes: end of file means that who started it has died.
 """
 
-import gc
 import logging
 import sys
 import threading
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from bladellm_runtime.engine.process import COLLECT_AFTER, end
+from bladellm_runtime.engine.process import end
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver, Secret
 from bladellm_runtime.ranks.launch import RankLaunch, flags_of, read_secret
@@ -45,9 +45,7 @@ def run_rank(launch: RankLaunch, port: PlanReceiver, pulses: Pulses) -> None:
             results = ResultSender(launch.meeting.results, read_secret(launch.args))
         in_flight = launch.args.steps_in_flight
         follower = Follower(built.runner, port, pulses, in_flight, results, built.loader, launch.rank)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 10, 50)
+    keep_objects()
     follower.run()
     if results is not None:
         results.close()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import signal
 import socket
@@ -15,6 +14,7 @@ import uvloop
 
 from bladellm_runtime.config import ServingArgs, read_admin_keys, read_api_keys
 from bladellm_runtime.errors import UserError
+from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.adapters import make_adapters
 from bladellm_runtime.server.app import create_app
@@ -40,8 +40,6 @@ FRONT_END_EXIT_SECONDS = 3.0
 """How much longer than its requests another front end may take to exit."""
 DEAD_ENGINE_SECONDS = 3.0
 """How long a server whose engine died goes on answering 503, so that probes and clients learn of it."""
-COLLECT_AFTER = 20_000
-"""Allocations between collections: a step of 256 streams makes a few thousand objects, none of them in cycles."""
 
 OnReady = Callable[[str, EngineClient], None]
 
@@ -149,10 +147,7 @@ class Server:
         alone = self._place.front_ends == 1
         http = asyncio.create_task(server.serve([self._listener] if alone else []))
         housekeeping = asyncio.create_task(_expire_forever(state))
-        # What is alive now stays alive: keep the collector from walking it in the middle of a burst of tokens.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(COLLECT_AFTER, 10, 50)
+        keep_objects()
         while not server.started and not http.done():
             await asyncio.sleep(0.01)
         acceptor = None if alone else Acceptor(self._listener, self._place.counts.connections, server.protocol)

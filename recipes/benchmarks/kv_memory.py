@@ -22,6 +22,7 @@ import torch
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.engine.loop import POLL_SECONDS
+from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.kv.operations import MemoryPlan, Rows, Show
 from bladellm_runtime.request import SamplingParams
@@ -205,6 +206,7 @@ def main() -> None:
     )  # fmt: skip
     if args.fill:
         fill(engine, args)
+    keep_objects()
     found = report(engine, run(engine, args))
     engine.core.close()
     print(json.dumps(found, indent=2))
