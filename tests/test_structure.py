@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("bladellm_runtime", "bladellm_tools", "kernels/bladellm_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-BASE = {"errors", "flags", "config", "request", "logs", "fields"}
+BASE = {"errors", "flags", "config", "request", "logs", "fields", "garbage"}
 BELOW_ENGINE = {
     *BASE,
     "wire",
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "config": {"errors", "flags"},
     "request": {"errors"},
     "logs": set(),
+    "garbage": set(),
     "fields": {"errors"},
     "wire": BASE,
     "text": {*BASE, "wire"},
