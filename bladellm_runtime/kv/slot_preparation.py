@@ -36,6 +36,10 @@ class SlotPreparation:
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._done: tuple[list[int], int] = ([], 0)
         """The slots that were next at the last plan, and how many granules were free then."""
+        self._least = 0
+        """With fewer free ones more are freed."""
+        self._shown: list[int] = []
+        """What these slots were prepared with, all positions of theirs; empty where some of them are not."""
 
     def note(self, own: range) -> None:
         """A sequence got granules of its own for these positions."""
@@ -45,20 +49,27 @@ class SlotPreparation:
 
     def prepare(self, numbers: list[int]) -> None:
         """Prepare the slots that are next, which are idle."""
-        if self._done == (numbers, self._pool.free):
+        done, free = self._done, self._pool.free
+        if done == (numbers, free) or (done[0] == numbers and free >= self._least and self._is_untouched()):
             return
         length = min(max(self._recent, default=0), PREPARED_GRANULES, self._longest - self._begin)
-        self._keep_free(numbers, 2 * length * PREPARED_SLOTS)
+        self._least = min(2 * length, self._pool.num_granules // KEPT_SHARE)
+        self._keep_free(numbers, min(2 * length * PREPARED_SLOTS, self._pool.num_granules // KEPT_SHARE))
         self._done = numbers, self._pool.free
-        others: set[int] = set()
+        self._shown = []
         for number in numbers if self._pool.free >= 2 * length else ():
-            slot = self._granules.slots[number]
-            self._granules.prepare(slot, range(self._begin, self._begin + length), others)
-            others.update(slot.view.granules[self._begin : self._begin + length])
+            slot, positions = self._granules.slots[number], range(self._begin, self._begin + length)
+            self._granules.prepare(slot, positions, set(self._shown))
+            self._shown += slot.view.granules[positions.start : positions.stop]
+        if len(self._shown) < length * len(numbers):
+            self._shown = []
 
-    def _keep_free(self, numbers: list[int], granules: int) -> None:
+    def _is_untouched(self) -> bool:
+        """Whether nobody has taken what the slots were prepared with: not asked anew for every granule of others."""
+        return bool(self._shown) and all(map(self._pool.is_free, self._shown))
+
+    def _keep_free(self, numbers: list[int], wanted: int) -> None:
         """Have so many granules free, as far as the prompt cache can spare them."""
-        wanted = min(granules, self._pool.num_granules // KEPT_SHARE)
         for number in numbers:
             left = self._granules.slots[number].left
             if self._pool.free < wanted and left is not None:
