@@ -34,8 +34,10 @@ class SlotPreparation:
         self._longest = longest
         self._begin = 0
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._done: tuple[list[int], int] = ([], 0)
-        """The slots that were next at the last plan, and how many granules were free then."""
+        self._done: tuple[list[int], range] = ([], range(0))
+        """The slots that were next at the last plan, and the positions that they were prepared at."""
+        self._free = 0
+        """Granules that were free then."""
         self._least = 0
         """With fewer free ones more are freed."""
         self._shown: list[int] = []
@@ -49,18 +51,18 @@ class SlotPreparation:
 
     def prepare(self, numbers: list[int]) -> None:
         """Prepare the slots that are next, which are idle."""
-        done, free = self._done, self._pool.free
-        if done == (numbers, free) or (done[0] == numbers and free >= self._least and self._is_untouched()):
-            return
         length = min(max(self._recent, default=0), PREPARED_GRANULES, self._longest - self._begin)
-        self._least = min(2 * length, self._pool.num_granules // KEPT_SHARE)
-        self._keep_free(numbers, min(2 * length * PREPARED_SLOTS, self._pool.num_granules // KEPT_SHARE))
-        self._done = numbers, self._pool.free
-        self._shown = []
-        for number in numbers if self._pool.free >= 2 * length else ():
-            slot, positions = self._granules.slots[number], range(self._begin, self._begin + length)
-            self._granules.prepare(slot, positions, set(self._shown))
-            self._shown += slot.view.granules[positions.start : positions.stop]
+        wanted, free = (numbers, range(self._begin, self._begin + length)), self._pool.free
+        if self._done == wanted and (free == self._free or (free >= self._least and self._is_untouched())):
+            return
+        most = self._pool.num_granules // KEPT_SHARE
+        self._least = min(2 * length, most)
+        self._keep_free(numbers, min(2 * length * PREPARED_SLOTS, most))
+        self._done, self._free, self._shown = wanted, self._pool.free, []
+        for number in numbers if self._free >= 2 * length else ():
+            slot = self._granules.slots[number]
+            self._granules.prepare(slot, wanted[1], set(self._shown))
+            self._shown += slot.view.granules[wanted[1].start : wanted[1].stop]
         if len(self._shown) < length * len(numbers):
             self._shown = []
 
