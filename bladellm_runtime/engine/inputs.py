@@ -30,8 +30,7 @@ class SlotTokens:
 
     @classmethod
     def of(cls, load: SlotLoad) -> "SlotTokens":
-        ids = np.fromiter(load.token_ids, np.int64, len(load.token_ids))
-        return cls(ids, load.prompt_len, load.params.prompt_logprobs)
+        return cls(load.ids(), load.prompt_len, load.params.prompt_logprobs)
 
 
 @dataclass(slots=True)

@@ -222,7 +222,7 @@ class SamplingState:
         output. The counting is done here because equal indices would make the order of device writes matter."""
         seen_slots, seen_tokens, out_slots, out_tokens, out_counts = [], [], [], [], []
         for load in loads:
-            tokens = np.array(load.token_ids, dtype=np.int64)
+            tokens = load.ids()
             tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, -1)
             known = np.unique(tokens[tokens >= 0])
             output = tokens[load.prompt_len :]

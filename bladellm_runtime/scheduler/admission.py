@@ -1,5 +1,7 @@
 """From an `AddRequest` to a `Sequence`, or to the reason why it can never run."""
 
+from array import array
+
 import numpy as np
 
 from bladellm_runtime.kv.spec import KvSpec
@@ -17,22 +19,24 @@ def kv_capacity(spec: KvSpec) -> int:
     return min(spec.max_tokens, spec.num_granules * spec.granule_tokens)
 
 
-def refusal(prompt: list[int], limits: SchedulerLimits, capacity: int) -> str | None:
-    """The error code of a prompt that can never run, else None."""
-    if not prompt or not _are_tokens(prompt, limits.vocab_size):
+def refusal(prompt: list[int], tokens: "array[int] | None", limits: SchedulerLimits, capacity: int) -> str | None:
+    """The error code of a prompt that can never run, else None. tokens: as of `tokens_of`."""
+    if not prompt or tokens is None:
         return INVALID_REQUEST
     if len(prompt) + 1 > limits.max_model_len or len(prompt) > capacity:
         return CONTEXT_LENGTH_EXCEEDED
     return None
 
 
-def _are_tokens(numbers: list[int], vocab_size: int) -> bool:
-    """Half as long as Python's own `min` and `max` take, which a prompt of 8,192 tokens waited 0.2 ms for."""
+def tokens_of(prompt: list[int], vocab_size: int) -> "array[int] | None":
+    """A prompt as int32, once for all who read it: looking at each of 8,192 numbers takes 0.2 ms. None where one is no
+    token."""
     try:
-        ids = np.fromiter(numbers, np.int64, len(numbers))
+        tokens = array("i", prompt)
     except OverflowError:
-        return False
-    return bool(ids.min() >= 0 and ids.max() < vocab_size)
+        return None
+    ids = np.frombuffer(tokens, np.int32)
+    return tokens if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size) else None
 
 
 def answer_tokens(prompt_len: int, max_tokens: int | None, limits: SchedulerLimits, capacity: int) -> int:
@@ -48,10 +52,16 @@ def cache_key(salt: str, weights: str) -> str:
 
 
 def make_sequence(
-    request: AddRequest, order: int, limits: SchedulerLimits, capacity: int, prepared: Prepared
+    request: AddRequest,
+    tokens: "array[int]",
+    order: int,
+    limits: SchedulerLimits,
+    capacity: int,
+    prepared: Prepared,
 ) -> Sequence:
-    """The sequence of a request that `refusal` lets pass; `order` is its place in the line."""
-    params, prompt_len = request.params, len(request.prompt)
+    """The sequence of a request that `refusal` lets pass; tokens: its prompt, which the sequence appends to. `order` is
+    its place in the line."""
+    params, prompt_len = request.params, len(tokens)
     answer = answer_tokens(prompt_len, params.max_tokens, limits, capacity)
     stops = frozenset() if params.ignore_eos else limits.eos_token_ids
     return Sequence(
@@ -59,7 +69,7 @@ def make_sequence(
         request_id=request.request_id,
         params=params,
         choice=request.choice,
-        known=list(request.prompt),
+        known=tokens,
         prompt_len=prompt_len,
         max_len=prompt_len + answer,
         kv_end=prompt_len + max(answer, 1) - 1,

@@ -23,17 +23,21 @@ INVALID = -1
 class SlotLoad:
     """A request takes a slot: new, or resumed after a preemption with what it had generated so far.
 
-    `token_ids` is the prompt followed by the generated tokens; the first `prompt_len` are the prompt. adapter: the slot
-    of its LoRA adapter.
+    `tokens` is the prompt followed by the generated tokens, packed as int32; the first `prompt_len` are the prompt.
+    adapter: the slot of its LoRA adapter.
     """
 
     slot: int
     generation: int
-    token_ids: list[int]
+    tokens: bytes
     prompt_len: int
     params: SamplingParams
     choice: int
     adapter: int = NO_ADAPTER
+
+    def ids(self) -> Ints:
+        """The tokens, int64."""
+        return np.frombuffer(self.tokens, np.int32).astype(np.int64)
 
 
 class Chunk(NamedTuple):

@@ -279,8 +279,8 @@ class Planner:
         if not self._is_ready(plan, seq, tokens):
             return 0
         if not seq.loaded:
-            # The tokens are copied: the sequence appends to its own list while this plan is in flight.
-            known, adapter = seq.tokens.copy(), seq.prepared.adapter
+            # A copy: the sequence appends to its own tokens while this plan is in flight.
+            known, adapter = seq.tokens.tobytes(), seq.prepared.adapter
             load = SlotLoad(seq.slot, seq.generation, known, seq.prompt_len, seq.params, seq.choice, adapter)
             plan.loads.append(load)
             seq.loaded = True

@@ -1,6 +1,7 @@
 """The scheduler: requests and step results in, step plans and deltas out."""
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.shared_reads import SharedReads, SharingRule
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler import invariants
-from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, make_sequence, refusal
+from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, make_sequence, refusal, tokens_of
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
@@ -58,6 +59,8 @@ class Scheduler:
         self._planner = Planner(limits, self._roster, shared_reads, self._micro_batches.count)
         self._reader = ResultReader(self._roster)
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._tokens: array[int] | None = None
+        """Of the request looked at last."""
         self._added = 0
         self._planned = 0
         self._given_up = 0
@@ -93,7 +96,8 @@ class Scheduler:
 
     def refusal(self, request: AddRequest) -> RequestDelta | None:
         """The terminal delta of a request that can never run, or whose id is live; None for others."""
-        error = refusal(request.prompt, self._limits, self._capacity)
+        self._tokens = tokens_of(request.prompt, self._limits.vocab_size)
+        error = refusal(request.prompt, self._tokens, self._limits, self._capacity)
         if request.request_id in self._roster.live:
             error = INVALID_REQUEST
         return None if error is None else RequestDelta(request.request_id, [], FinishReason.ERROR, error)
@@ -108,8 +112,11 @@ class Scheduler:
 
     def accept(self, request: AddRequest, prepared: Prepared | None = None) -> None:
         """Queue a request that `refusal` has just let pass."""
+        tokens, self._tokens = self._tokens, None
+        assert tokens is not None
         self._added += 1
-        self._roster.add(make_sequence(request, self._added, self._limits, self._capacity, prepared or Prepared()))
+        limits, capacity = self._limits, self._capacity
+        self._roster.add(make_sequence(request, tokens, self._added, limits, capacity, prepared or Prepared()))
 
     def abort(self, request_ids: Iterable[int]) -> list[RequestDelta]:
         """End requests now: one terminal delta for each live one. What steps in flight still produce is dropped."""

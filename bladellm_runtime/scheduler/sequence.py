@@ -1,5 +1,6 @@
 """`Sequence`: one request as the scheduler sees it, and lists of sequences in arrival order."""
 
+from array import array
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,21 +49,21 @@ class TokenSource(Protocol):
 class Sequence:
     """A request with its tokens and how far it is planned.
 
-    `tokens` is the prompt followed by the generated tokens that are known; `planned` counts the KV positions that
-    completed and in-flight steps write, so it can run ahead of `tokens`. Lengths are in tokens: `max_len` is prompt
-    plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated token is
-    never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's granules hold.
-    `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1 before that;
-    `salt` keeps apart whose prompts may be shared, that of the request and its adapter in one. `loaded`: the runner has
-    its tokens in this residence. `group`: the micro-batch it runs in. `prepared`: what it was given beforehand.
-    `pace` is set while it decodes together with others, `log` while its tokens come by way of one.
+    `tokens`, int32, is the prompt followed by the generated tokens that are known; `planned` counts the KV positions
+    that completed and in-flight steps write, so it can run ahead of `tokens`. Lengths are in tokens: `max_len` is
+    prompt plus answer at most, `kv_end` the KV length after which nothing remains to be planned (the last generated
+    token is never fed back), `prefill_end` where the prefill of this residence stops, `reserved` what the slot's
+    granules hold. `cached` counts the first tokens that the prompt cache had when the first chunk was planned, -1
+    before that; `salt` keeps apart whose prompts may be shared, that of the request and its adapter in one. `loaded`:
+    the runner has its tokens in this residence. `group`: the micro-batch it runs in. `prepared`: what it was given
+    beforehand. `pace` is set while it decodes together with others, `log` while its tokens come by way of one.
     """
 
     order: int
     request_id: int
     params: SamplingParams
     choice: int
-    known: list[int]
+    known: "array[int]"
     prompt_len: int
     max_len: int
     kv_end: int
@@ -87,10 +88,10 @@ class Sequence:
     log: TokenSource | None = None
 
     @property
-    def tokens(self) -> list[int]:
-        """The prompt and all generated tokens that are known: a list to append to."""
+    def tokens(self) -> "array[int]":
+        """The prompt and all generated tokens that are known: to append to."""
         if self.log is not None:
-            self.known += self.log.drain(self.slot)
+            self.known.extend(self.log.drain(self.slot))
         return self.known
 
     @property

@@ -49,7 +49,7 @@ class TokenLog:
     def leave(self, seq: Sequence) -> None:
         """A sequence decodes no more."""
         if seq.log is not None:
-            seq.known += self.drain(seq.slot)
+            seq.known.extend(self.drain(seq.slot))
             self._generations[seq.slot] = NOBODY
             self._stopped_by[self._stops(seq)] -= 1
             self._sequences[seq.slot] = seq.log = self._rows = None

@@ -58,7 +58,7 @@ class MaskedRunner:
         assert not self.open or self.open[-1].masks is not None, "the step before has not been sampled"
         self.check(plan, "launch")
         for load in plan.loads:
-            self.sums[load.slot] = sum(load.token_ids[: load.prompt_len])
+            self.sums[load.slot] = int(load.ids()[: load.prompt_len].sum())
         step = Step(plan, dict(self.sums))
         if not plan.constrained:
             step.masks = TokenMasks([], np.empty((0, 0), np.int32))

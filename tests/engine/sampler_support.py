@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from bladellm_runtime.engine.sampler import SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
+from bladellm_runtime.kv.prompt_tree import pack
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from tests.kernels.sampling_support import warped_by_transformers
@@ -40,7 +41,7 @@ class Engine:
         self.loads: list[SlotLoad] = []
 
     def load(self, slot: int, request: Request) -> None:
-        self.loads.append(SlotLoad(slot, 0, request.tokens, len(request.prompt), request.params, request.choice))
+        self.loads.append(SlotLoad(slot, 0, pack(request.tokens), len(request.prompt), request.params, request.choice))
 
     def plan(self, rows: list[tuple[int, Request]], samples: list[bool] | None = None) -> StepPlan:
         loads, self.loads = self.loads, []

@@ -38,7 +38,7 @@ class ArithmeticRunner:
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, dict[int, int]]:
         for load in plan.loads:
-            self.sums[load.slot] = sum(load.token_ids[: load.prompt_len])
+            self.sums[load.slot] = int(load.ids()[: load.prompt_len].sum())
         self.outstanding += 1
         assert self.outstanding <= 2
         return plan, dict(self.sums)

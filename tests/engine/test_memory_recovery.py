@@ -44,7 +44,7 @@ class ShortRunner(ArithmeticRunner):
         self.open[plan.step] = failed
         assert len(self.open) <= 2
         for load in plan.loads:
-            self.sums[load.slot] = sum(load.token_ids[: load.prompt_len])
+            self.sums[load.slot] = int(load.ids()[: load.prompt_len].sum())
         return plan, dict(self.sums)
 
     def collect(self, launched: tuple[StepPlan, dict[int, int]]) -> StepResult:
@@ -112,7 +112,7 @@ def test_row_40_a_request_that_fits_no_step_ends_alone(overlap, at_launch):
     runner: ShortRunner
 
     def fails(plan: StepPlan) -> bool:
-        sums = runner.sums | {load.slot: sum(load.token_ids[: load.prompt_len]) for load in plan.loads}
+        sums = runner.sums | {load.slot: int(load.ids()[: load.prompt_len].sum()) for load in plan.loads}
         return any(sums[slot] == cursed for slot in plan.slots)
 
     runner = ShortRunner(at_launch, fails)

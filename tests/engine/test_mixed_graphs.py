@@ -19,6 +19,7 @@ from bladellm_runtime.engine.inputs import SlotTokens, flatten
 from bladellm_runtime.engine.memory import graph_bytes
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs, mixed_sizes
 from bladellm_runtime.errors import ConfigError
+from bladellm_runtime.kv.prompt_tree import pack
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad
@@ -121,7 +122,7 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
     save_tiny(tmp_path, family, **FAMILIES[family])
     model = load_tiny(tmp_path)
     eager, captured = Sequences(model, slots=6), Sequences(model, slots=6)
-    tokens = [SlotTokens.of(SlotLoad(slot, 0, random_prompt(150), 150, SamplingParams(), 0)) for slot in range(6)]
+    tokens = [SlotTokens.of(SlotLoad(slot, 0, pack(random_prompt(150)), 150, SamplingParams(), 0)) for slot in range(6)]
     last_token = torch.zeros(7, dtype=torch.int64)
     graphs = MixedGraphs([8, 40, 70], model, captured.arena, last_token, None, None)
     capture = Again()
@@ -163,7 +164,7 @@ def test_scored_tokens_are_not_left_out(tmp_path: Path, size, scored, sent):
     graphs = MixedGraphs([size], sequences.model, sequences.arena, torch.zeros(7, dtype=torch.int64), None, None)
     assert graphs.capture_all(Again())
     params = SamplingParams(prompt_logprobs=0 if scored else None)
-    tokens = [SlotTokens.of(SlotLoad(slot, 0, random_prompt(20), 20, params, 0)) for slot in range(6)]
+    tokens = [SlotTokens.of(SlotLoad(slot, 0, pack(random_prompt(20)), 20, params, 0)) for slot in range(6)]
     plan = step_plan(0, slots=[3], starts=[0], query_lens=[7], num_decode=0)
     plan.samples = [True]
     assert (graphs.send(flatten(plan, tokens, sequences.arena)) is not None) == sent

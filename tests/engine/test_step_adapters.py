@@ -13,6 +13,7 @@ from bladellm_runtime.engine.inputs import SlotTokens, build_inputs, flatten
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs
 from bladellm_runtime.engine.mixed_inputs import MixedInputs
 from bladellm_runtime.engine.step_adapters import SlotAdapters
+from bladellm_runtime.kv.prompt_tree import pack
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.plan import SlotLoad, StepPlan
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
@@ -32,7 +33,7 @@ def random_step(adapters: SlotAdapters) -> tuple[StepPlan, list[SlotTokens | Non
     tokens: list[SlotTokens | None] = []
     own = [random.randrange(-1, LORAS) for _ in range(SLOTS)]
     for slot, adapter in enumerate(own):
-        load = SlotLoad(slot, 0, random_prompt(SIZE), SIZE, SamplingParams(), 0, adapter)
+        load = SlotLoad(slot, 0, pack(random_prompt(SIZE)), SIZE, SamplingParams(), 0, adapter)
         adapters.load(load)
         tokens.append(SlotTokens.of(load))
     slots = random.sample(range(SLOTS), random.randint(1, SLOTS))
@@ -88,7 +89,7 @@ def test_eager_and_captured_steps_read_every_tokens_adapter(sequences):
 def test_decode_rows_are_in_no_tiles(sequences):
     adapters = SlotAdapters(SLOTS)
     for slot, adapter in ((1, 3), (4, 0)):
-        adapters.load(SlotLoad(slot, 0, random_prompt(9), 9, SamplingParams(), 0, adapter))
+        adapters.load(SlotLoad(slot, 0, pack(random_prompt(9)), 9, SamplingParams(), 0, adapter))
     plan = step_plan(0, slots=[1, 2, 4], starts=[5] * 3, query_lens=[1] * 3, num_decode=3)
     plan.samples = [True] * 3
     rows = adapters.of(plan)

@@ -41,7 +41,7 @@ class ContentRunner:
         self.arena.move(plan.memory.moves)
         starts = {load.slot: int(plan.starts[plan.slots == load.slot][0]) for load in plan.loads}
         self.cached += sum(starts.values())
-        self.tokens |= {load.slot: list(load.token_ids) for load in plan.loads}
+        self.tokens |= {load.slot: load.ids().tolist() for load in plan.loads}
         rows = [self.run(plan, row) for row in range(len(plan.slots))]
         return step_result(rows)
 

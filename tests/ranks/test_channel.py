@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Show, SwapIn, SwapOut
+from bladellm_runtime.kv.prompt_tree import pack
 from bladellm_runtime.kv.shared_reads import PrefixGroup
 from bladellm_runtime.ranks import channel
 from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver, PlanSender, Secret
@@ -57,7 +58,7 @@ def some_operations() -> MemoryPlan:
 def some_plan(step: int) -> StepPlan:
     rows = random.randrange(1, 257)
     params = SamplingParams(temperature=0.7, seed=-5, stop=("a",), logit_bias={3: 0.5}, logprobs=2, stop_token_ids=(1,))
-    load = SlotLoad(2, 1, some_numbers(random.randrange(1, 50)), 1, params, 3)
+    load = SlotLoad(2, 1, pack(some_numbers(random.randrange(1, 50))), 1, params, 3)
     arrays = [np.array(some_numbers(rows)) for _ in range(4)]
     samples = np.array([random.random() < 0.5 for _ in range(rows)])
     prefixes = (PrefixGroup((0, 1, 5), 8), PrefixGroup((2, 3), 40))

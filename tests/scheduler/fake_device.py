@@ -198,12 +198,12 @@ class FakeDevice:
         assert previous is None or load.generation > previous.generation
         request = self.requests[load.choice]
         assert load.prompt_len == len(request.prompt)
-        assert load.token_ids[: load.prompt_len] == request.prompt
+        assert load.ids().tolist()[: load.prompt_len] == request.prompt
         assert load.params is request.params
         self.loads[load.slot] = load
         self.residences[load.slot] = Residence(load, request.cache_salt, self.count)
         self.count += 1
-        self.residences[load.slot].extend(load.token_ids)
+        self.residences[load.slot].extend(load.ids().tolist())
         self.last_token[load.slot] = -99
 
     def _run_row(self, plan: StepPlan, row: int) -> tuple[int | None, TokenLogprobs | None, list[TokenLogprobs] | None]:
@@ -215,9 +215,9 @@ class FakeDevice:
         if row < plan.num_decode:
             queries = [self.last_token[slot]]
             assert queries[0] >= 0, "a decode row reads a token that was never sampled"
-            assert start >= len(load.token_ids)
+            assert start >= len(load.ids())
         else:
-            queries = load.token_ids[start : start + count]
+            queries = load.ids()[start : start + count].tolist()
         assert len(queries) == count
         residence = self.residences[slot]
         if row < plan.num_decode:
@@ -243,7 +243,7 @@ class FakeDevice:
         """The hidden state after a row's tokens, folded from what the memory holds; the row's tokens are written."""
         slot, salt = residence.load.slot, residence.salt
         if residence.end < 0:
-            assert start < len(residence.load.token_ids), "the last token of a prompt must be computed"
+            assert start < len(residence.load.ids()), "the last token of a prompt must be computed"
             self.first_start.setdefault(residence.load.choice, start)
             known = {self.memory.read(slot, position) for position in range(start)}
             assert not any(token.writer in self.tainted for token in known - self.proven), "tainted by NaN"
@@ -273,4 +273,4 @@ class FakeDevice:
         if load.params.prompt_logprobs is None:
             return None
         targets = range(start + 1, min(start + count + 1, load.prompt_len))
-        return [TokenLogprobs([load.token_ids[p]], [float(p)]) for p in targets]
+        return [TokenLogprobs([int(load.ids()[p])], [float(p)]) for p in targets]

@@ -206,7 +206,7 @@ class Simulation:
         """Whether an older prompt has a chunk in the plan, of which much more is left."""
         loads = self.device.loads | {each.slot: each for each in plan.loads}
         chunks = zip(plan.slots[plan.num_decode :], plan.starts[plan.num_decode :], strict=True)
-        left = {loads[slot].choice: len(loads[slot].token_ids) - start for slot, start in chunks}
+        left = {loads[slot].choice: len(loads[slot].ids()) - start for slot, start in chunks}
         return any(choice < load.choice and SHORTER * left[load.choice] < tokens for choice, tokens in left.items())
 
     def _check_slots(self, plan: StepPlan) -> None:

@@ -1,6 +1,7 @@
 """The decode rows of a batch, planned together, against every sequence counted by itself."""
 
 import random
+from array import array
 
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.decode_batch import DecodeBatch
@@ -13,9 +14,9 @@ SLOTS = 9
 def sequence(order: int, slot: int) -> Sequence:
     planned = random.randrange(1, 30)
     return Sequence(
-        order=order, request_id=order, params=SamplingParams(), choice=0, known=[0], prompt_len=1, max_len=10**6,
-        kv_end=planned + random.randrange(1, 60), stops=frozenset(), slot=slot, generation=order + 1,
-        own_planned=planned, reserved=-(-planned // GRANULE) * GRANULE,
+        order=order, request_id=order, params=SamplingParams(), choice=0, known=array("i", [0]), prompt_len=1,
+        max_len=10**6, kv_end=planned + random.randrange(1, 60), stops=frozenset(), slot=slot,
+        generation=order + 1, own_planned=planned, reserved=-(-planned // GRANULE) * GRANULE,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def test_the_newest_gives_way_and_is_resumed_with_what_it_had(depth):
     resumed = max(sim.device.residences.values(), key=lambda residence: residence.number).load
     assert resumed.choice == 2
     assert resumed.prompt_len == 8
-    assert len(resumed.token_ids) > 8
+    assert len(resumed.ids()) > 8
     assert [len(sim.tokens(i)) for i in range(3)] == [30, 30, 30]
 
 
@@ -76,7 +76,7 @@ def test_a_victim_is_not_admitted_again_before_its_last_step_is_in():
     roster.preempt(live(sim, 1))
     assert roster.admit(0.0) is None, "there is room, but its last token is in flight"
     sim.complete()
-    assert sim.launch().loads[0].token_ids == sim.requests[1].prompt + sim.tokens(1)
+    assert sim.launch().loads[0].ids().tolist() == sim.requests[1].prompt + sim.tokens(1)
     sim.complete()
     sim.finish()
 
