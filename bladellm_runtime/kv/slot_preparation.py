@@ -1,6 +1,7 @@
 """`SlotPreparation`: has the slots that are next show free granules, so that who comes need not wait for them."""
 
 from collections import deque
+from itertools import chain
 
 from bladellm_runtime.kv.granules import GranulePool
 from bladellm_runtime.kv.prompt_cache import PromptCache
@@ -34,14 +35,14 @@ class SlotPreparation:
         self._longest = longest
         self._begin = 0
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._done: tuple[list[int], range] = ([], range(0))
-        """The slots that were next at the last plan, and the positions that they were prepared at."""
+        self._positions = range(0)
+        """At which slots were prepared last."""
+        self._prepared: dict[int, list[int]] = {}
+        """What each of them shows there, if that is all."""
         self._free = 0
         """Granules that were free then."""
         self._least = 0
         """With fewer free ones more are freed."""
-        self._shown: list[int] = []
-        """What these slots were prepared with, all positions of theirs; empty where some of them are not."""
 
     def note(self, own: range) -> None:
         """A sequence got granules of its own for these positions."""
@@ -52,23 +53,32 @@ class SlotPreparation:
     def prepare(self, numbers: list[int]) -> None:
         """Prepare the slots that are next, which are idle."""
         length = min(max(self._recent, default=0), PREPARED_GRANULES, self._longest - self._begin)
-        wanted, free = (numbers, range(self._begin, self._begin + length)), self._pool.free
-        if self._done == wanted and (free == self._free or (free >= self._least and self._is_untouched())):
+        positions, free = range(self._begin, self._begin + length), self._pool.free
+        if positions != self._positions:
+            self._prepared.clear()
+        missing = [number for number in numbers if not self._is_prepared(number)]
+        if positions == self._positions and (free == self._free or (free >= self._least and not missing)):
             return
+        self._positions = positions
         most = self._pool.num_granules // KEPT_SHARE
         self._least = min(2 * length, most)
-        self._keep_free(numbers, min(2 * length * PREPARED_SLOTS, most))
-        self._done, self._free, self._shown = wanted, self._pool.free, []
-        for number in numbers if self._free >= 2 * length else ():
-            slot = self._granules.slots[number]
-            self._granules.prepare(slot, wanted[1], set(self._shown))
-            self._shown += slot.view.granules[wanted[1].start : wanted[1].stop]
-        if len(self._shown) < length * len(numbers):
-            self._shown = []
+        self._keep_free(missing, min(2 * length * PREPARED_SLOTS, most))
+        self._free = self._pool.free
+        if self._free >= 2 * length:
+            self._prepared = {number: self._prepared[number] for number in numbers if number not in missing}
+            for number in missing:
+                self._prepare(number)
 
-    def _is_untouched(self) -> bool:
-        """Whether nobody has taken what the slots were prepared with: not asked anew for every granule of others."""
-        return bool(self._shown) and all(map(self._pool.is_free, self._shown))
+    def _is_prepared(self, number: int) -> bool:
+        """Whether a slot was, and nobody has taken what it was prepared with."""
+        return number in self._prepared and all(map(self._pool.is_free, self._prepared[number]))
+
+    def _prepare(self, number: int) -> None:
+        slot, positions = self._granules.slots[number], self._positions
+        self._granules.prepare(slot, positions, set(chain.from_iterable(self._prepared.values())))
+        shown = slot.view.granules[positions.start : positions.stop]
+        if len(shown) == len(positions):
+            self._prepared[number] = shown
 
     def _keep_free(self, numbers: list[int], wanted: int) -> None:
         """Have so many granules free, as far as the prompt cache can spare them."""
