@@ -113,13 +113,12 @@ class Seeds:
 
 
 def closed_count(workload: WorkloadArgs, level: LevelArgs, load: Load) -> int:
-    """How many requests to plan for a closed loop, whose number nobody knows before it has run."""
+    """How many requests to plan for a closed loop, which without a number asked for nobody knows before it has run."""
     streams = load.concurrency or 1
     shortest = workload.output_len * FASTEST_TBT
-    wanted = streams * (level.warmup + level.duration) / shortest
     most = max(PLAN_CHARACTERS // (CHARACTERS_PER_TOKEN * workload.input_len), 1)
-    least = level.num_requests or level.min_requests
-    return max(min(int(max(wanted, least)) + streams, most), 1)
+    measured = level.num_requests or max(streams * level.duration / shortest, level.min_requests)
+    return max(min(int(streams * level.warmup / shortest + measured) + streams, most), 1)
 
 
 def make_asks(workload: WorkloadArgs, count: int, seeds: Seeds, text: WordText, trace: list[TraceItem]) -> list[Ask]:

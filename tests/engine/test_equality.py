@@ -30,7 +30,8 @@ WAYS = {
 @cache
 def expected(folder: Path) -> dict[str, list[int]]:
     _, tokenizer = reference.load(folder)
-    return {prompt: reference.greedy(folder, tokenizer.encode(prompt), TOKENS) for prompt in reference.PROMPTS}
+    found = reference.greedy_all(folder, [tokenizer.encode(prompt) for prompt in reference.PROMPTS], TOKENS)
+    return dict(zip(reference.PROMPTS, found, strict=True))
 
 
 def token_bytes(folder: Path) -> int:

@@ -92,7 +92,8 @@ def weight_only(request, demo_model, tmp_path_factory):
 def test_a_batch_equals_transformers_with_the_dequantized_weights(weight_only, device):
     """And so does our own float model of those weights."""
     _, tokenizer = reference.load(weight_only.plain)
-    wanted = [reference.greedy(weight_only.plain, tokenizer.encode(prompt), TOKENS) for prompt in reference.PROMPTS[:5]]
+    prompts = [tokenizer.encode(prompt) for prompt in reference.PROMPTS[:5]]
+    wanted = reference.greedy_all(weight_only.plain, prompts, TOKENS)
     assert run(weight_only.quantized, list(reference.PROMPTS[:5]), device) == wanted
     assert run(weight_only.plain, list(reference.PROMPTS[:5]), device) == wanted
 

@@ -82,7 +82,7 @@ def decode_case(
 
 def poison(shape, dtype) -> torch.Tensor:
     """NaN where the type has it, else large codes."""
-    return torch.full(shape, 119 if dtype in (torch.int8, torch.uint8) else torch.nan).to(dtype)
+    return torch.full(shape, 119 if dtype in (torch.int8, torch.uint8) else torch.nan, dtype=dtype)
 
 
 def random_stored(shape, kv_format: KvFormat, dtype) -> torch.Tensor:

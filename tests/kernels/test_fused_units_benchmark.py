@@ -15,6 +15,7 @@ from tests.kernels.hopper import compiled_launches
 from tests.kernels.test_ragged_decode_triton import resources
 from tests.kernels.test_unit_linear import layer
 from tests.kernels.units_in_python import run_units_in_python
+from tests.support.cases import drawn_of
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 pytest.importorskip("triton")
@@ -26,12 +27,13 @@ def script(monkeypatch):
     return importlib.import_module("fused_units")
 
 
-@pytest.mark.parametrize(("bits", "group", "zeros"), [(4, 32, True), (8, 0, False)])
-def test_both_chains_are_the_same_step(script, bits, group, zeros, monkeypatch):
+@pytest.mark.parametrize("numbers", drawn_of([(4, 32, True), (8, 0, False)], 1), ids=str)
+def test_both_chains_are_the_same_step(script, numbers, monkeypatch):
+    """numbers: bits, weights of a group, and whether there are zero points."""
     from fused_chain import Sizes, reference
 
     run_units_in_python(monkeypatch, True)
-    weights = script.random_weights(Sizes(2, 4, 2, 16, 128, 90), bits, group, zeros, torch.float32, "cpu")
+    weights = script.random_weights(Sizes(2, 4, 2, 16, 128, 90), *numbers, torch.float32, "cpu")
     x = torch.randn(3, 64)
     expected = reference(weights.dense, x, partial(script.queries_only, hidden=64))
     found = script.apart(weights, x, 2), script.fused(weights, x, 2, script.default_schedules(3))

@@ -80,8 +80,7 @@ def test_rows_of_minus_one_store_nothing(device, layout, name):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "kind"), some_pairs(QUANTIZED, KINDS), ids=str)
 def test_numbers_of_every_kind(device, name, kind):
     """On CUDA: the kernel gives the bits of the reference."""
     given = memory(name, 4, 32, torch.float32, device)

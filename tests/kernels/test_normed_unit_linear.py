@@ -133,7 +133,7 @@ LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "d
 
 
 @pytest.mark.parametrize("parts", [1, 64])
-@pytest.mark.parametrize(("name", "tokens"), some_pairs(LLAMA_8B, [1, 8, 13, 16]))
+@pytest.mark.parametrize(("name", "tokens"), some_pairs(LLAMA_8B, [1, 8, 13, 16], 2))
 def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, parts, monkeypatch, tmp_path):
     """As launched on an H200 for the layers of Llama-3.1-8B, of fewer outputs; parts: sums of the norm in front."""
     from bladellm_kernels import ring_launch, unit_call, unit_launch

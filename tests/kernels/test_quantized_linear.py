@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.quantized_linear_support import DTYPES, MIDDLE, Layer, assert_close, make_layer, rounding
+from tests.support.cases import some_pairs
 
 NAMES = ("w4a16", "w8a16", "w8a8", "fp8")
 SHAPES = (
@@ -34,9 +35,8 @@ def compare(name: str, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None,
     assert_close(layer.run(name, x, bias, **options), expected, x, layer.weight(MIDDLE[name]), unit)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), some_pairs(NAMES, DTYPES), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
 def test_operators_match_float64(name: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     rows, columns, groups = shape
     for batch in (1, 2, 5, 17, KERNEL_ROWS + 3):

@@ -39,8 +39,7 @@ def test_unquantized(device, dtype, heads, window, in_place, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("format_name", "dtype"), some_pairs(FORMATS, DTYPES), ids=str)
 @pytest.mark.parametrize(("heads", "batch"), some_pairs(HEADS, BATCHES), ids=str)
 def test_every_format(device, dtype, format_name, heads, batch):
     window, query_len, paged, granule_tokens = batch

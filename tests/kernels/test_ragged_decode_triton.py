@@ -40,34 +40,43 @@ def check_launch(format_name, dtype, heads, lens, programs, window=None, **optio
     assert_close(out, expected, dtype)
 
 
-def interpret_some_formats():
-    interpret_formats(random.sample(FORMATS, 2))
+IN_FLOAT32 = [
+    ("no_quant", (4, 2, 16), [1, 0, 129, 64, 65], 3, {}),
+    ("int4_affine", (2, 2, 24), [63, 131], 2, {"granule_tokens": 64}),
+    ("fp8_e4m3", (2, 1, 16), [63, 131], 2, {"granule_tokens": 7}),
+]
+FEATURES = [
+    ("no_quant", (2, 1, 18), [70, 5], 4, {"paged": True, "granule_tokens": 16}),
+    ("int8", (2, 2, 40), [70, 5], 1, {"paged": True, "granule_tokens": 5, "window": 20}),
+    ("int4", (3, 1, 8), [131, 0, 66], 2, {"paged": True, "granule_tokens": 128, "query_len": 3}),
+    ("int8_affine", (2, 1, 16), [200, 3, 67], 3, {"granule_tokens": 64, "query_len": 3, "window": 66}),
+    ("no_quant", (9, 1, 16), [5, 100], 2, {"query_len": 5, "window": 1}),
+    ("fp8_e5m2", (4, 2, 16), [0, 0], 2, {}),
+    ("no_quant", (4, 2, 16), [300, 0, 1], 9, {"window": 65}),
+]
 
 
-def interpret_formats(formats=FORMATS):
-    half, single = torch.float16, torch.float32
+def interpret_some():
+    interpret_formats(random.sample(FORMATS, 1), random.sample(IN_FLOAT32, 1))
+    interpret_features(random.sample(FEATURES, 3))
+
+
+def interpret_formats(formats=FORMATS, in_float32=IN_FLOAT32):
     for format_name in formats:
-        check_launch(format_name, half, (4, 2, 16), [1, 0, 129, 64, 65], 3, granule_tokens=128)
-    check_launch("no_quant", single, (4, 2, 16), [1, 0, 129, 64, 65], 3)
-    check_launch("int4_affine", single, (2, 2, 24), [63, 131], 2, granule_tokens=64)
-    check_launch("fp8_e4m3", single, (2, 1, 16), [63, 131], 2, granule_tokens=7)
+        check_launch(format_name, torch.float16, (4, 2, 16), [1, 0, 129, 64, 65], 3, granule_tokens=128)
+    for format_name, heads, lens, programs, options in in_float32:
+        check_launch(format_name, torch.float32, heads, lens, programs, **options)
 
 
-def interpret_features():
-    half = torch.float16
-    check_launch("no_quant", half, (2, 1, 18), [70, 5], 4, paged=True, granule_tokens=16)
-    check_launch("int8", half, (2, 2, 40), [70, 5], 1, paged=True, granule_tokens=5, window=20)
-    check_launch("int4", half, (3, 1, 8), [131, 0, 66], 2, paged=True, granule_tokens=128, query_len=3)
-    check_launch("int8_affine", half, (2, 1, 16), [200, 3, 67], 3, granule_tokens=64, query_len=3, window=66)
-    check_launch("no_quant", half, (9, 1, 16), [5, 100], 2, query_len=5, window=1)
-    check_launch("fp8_e5m2", half, (4, 2, 16), [0, 0], 2)
-    check_launch("no_quant", half, (4, 2, 16), [300, 0, 1], 9, window=65)
+def interpret_features(features=FEATURES):
+    for format_name, heads, lens, programs, options in features:
+        check_launch(format_name, torch.float16, heads, lens, programs, **options)
 
 
-INTERPRETED = ["interpret_some_formats", "interpret_features"]
+WHOLE = ["interpret_formats", "interpret_features"]
 
 
-@pytest.mark.parametrize("what", some_of([*INTERPRETED, "interpret_formats"], INTERPRETED))
+@pytest.mark.parametrize("what", some_of(["interpret_some", *WHOLE], ["interpret_some"]))
 def test_interpreted(what):
     pytest.importorskip("triton")
     run_interpreted(THIS, what)

@@ -41,8 +41,7 @@ def test_prefill(device, dtype, heads, window):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "dtype"), some_pairs(QUANTIZED, DTYPES), ids=str)
 @pytest.mark.parametrize(("paged", "mapped", "window"), [(False, True, None), (True, False, 9)])
 def test_quantized_prefill(device, dtype, name, paged, mapped, window):
     check(prefill_case(name, dtype, (6, 2, 32), SPANS, device, paged, mapped), dtype, window)

@@ -121,7 +121,7 @@ def interpreted_unquantized(places: Iterable[int] = range(5)) -> None:
 
 def interpreted_some_quantized() -> None:
     """Each format in one of the types, with windows and without, in every kind of memory."""
-    interpreted_quantized(random.sample([0, 3, 5, 6, 9, 10, 12], 4))
+    interpreted_quantized(random.sample([0, 3, 5, 6, 9, 10, 12], 2))
 
 
 def interpreted_quantized(places: list[int] | None = None) -> None:

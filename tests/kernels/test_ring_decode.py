@@ -18,7 +18,7 @@ from tests.kernels.conditions import DEVICES, assert_close
 from tests.kernels.decode_support import FORMATS, Case, decode_case
 from tests.kernels.hopper import compiled_launches, spilled
 from tests.kernels.sass import spills_in_the_loop
-from tests.support.cases import some_pairs
+from tests.support.cases import drawn_of, some_pairs
 
 pytest.importorskip("triton")
 
@@ -195,7 +195,7 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
     return compiled["ring_decode_kernel"]
 
 
-@pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS), ids=str)
+@pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS, 2), ids=str)
 def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatch, tmp_path):
     heads, batch = layer
     schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16, batch=batch, kv_heads=heads[1])
@@ -217,7 +217,7 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatc
     assert text.count("griddepcontrol.launch_dependents") == 1
 
 
-@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "no_quant"])
+@pytest.mark.parametrize("format_name", drawn_of([name for name in FORMATS if name != "no_quant"], 2))
 def test_the_merge_behind_finds_room_beside_two_programs(format_name, monkeypatch, tmp_path):
     """Registers in each quarter of an SM, and shared memory, which is dealt out by 128 bytes."""
     from bladellm_kernels import merge_attention_triton as module

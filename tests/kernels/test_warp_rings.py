@@ -4,6 +4,7 @@ import dataclasses
 import random
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,12 +54,13 @@ def random_plan(schedule: DecodeSchedule, affine: bool, half: bool) -> RingPlan:
     return RingPlan(schedule.stages, registers, affine, half, kv_heads, group, 256, layers * kv_heads * 128)
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("ctas", SCHEDULES)
-def test_programs_fit_an_sm_beside_the_merge(ctas, affine, half, tmp_path):
-    """Without registers in memory; registers in each quarter of an SM, and shared memory by 128 bytes."""
-    plan = random_plan(SCHEDULES[ctas], affine, half)
+@pytest.mark.parametrize(("ctas", "kind"), some_pairs(SCHEDULES, product([False, True], repeat=2), 3), ids=str)
+def test_programs_fit_an_sm_beside_the_merge(ctas, kind, tmp_path):
+    """Without registers in memory; registers in each quarter of an SM, and shared memory by 128 bytes.
+
+    kind: whether codes have zero points, and whether numbers are float16.
+    """
+    plan = random_plan(SCHEDULES[ctas], *kind)
     found, _ = compiled(plan, tmp_path)
     assert found.items() >= {"STACK": 0, "LOCAL": 0}.items()
     registers = -(-found["REG"] // 8) * 8
@@ -66,7 +68,7 @@ def test_programs_fit_an_sm_beside_the_merge(ctas, affine, half, tmp_path):
     assert (plan.shared_bytes + 1024) * ctas + -(-(MERGE_SHARED_BYTES + 1024) // 128) * 128 <= 228 * 1024
 
 
-@pytest.mark.parametrize(("ctas", "affine"), some_pairs([3, 4], [False, True]))
+@pytest.mark.parametrize(("ctas", "affine"), some_pairs([3, 4], [False, True], 1))
 def test_warps_do_not_wait_for_one_another_in_the_loop(ctas, affine, tmp_path):
     from tests.kernels.sass import disassembled, inner_loop
 

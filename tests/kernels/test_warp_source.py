@@ -60,7 +60,7 @@ def run_on_host(library: ctypes.CDLL, case: Case, call: DecodeCall, settled: boo
     return library.run(ctypes.addressof(problem), grid, *memory, random.getrandbits(32))
 
 
-@pytest.mark.parametrize(("format_name", "dtype"), some_pairs(warp_rings.FORMATS, TYPES), ids=str)
+@pytest.mark.parametrize(("format_name", "dtype"), some_pairs(warp_rings.FORMATS, TYPES, 1), ids=str)
 def test_the_source_on_the_host(format_name, dtype, tmp_path):
     """Lanes meet as the instructions say, warps go on at paces of their own, and copies come late."""
     kv_heads, group = random.randint(1, 3), random.randint(1, 8)
