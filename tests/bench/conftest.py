@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bladellm_tools.bench import reporting
+
 
 @pytest.fixture
 def alone() -> Iterator[None]:
@@ -17,3 +19,9 @@ def alone() -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / "bladellm-bench-timing.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture
+def few_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without the charts of single levels, which take as long as a level; other tests have those."""
+    monkeypatch.setattr(reporting, "run_charts", lambda levels: [])

@@ -8,6 +8,7 @@ from bladellm_tools.bench.records import LevelRun, Load, Outcome
 from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.stats import Interval
 from tests.bench.synthetic import benchmark_of, failed, queue_run, run_of
+from tests.support.cases import drawn_of
 
 SERVICE = 0.1
 LEVELS = (1.0, 2.0, 3.0, 4.5, 6.0)
@@ -23,7 +24,7 @@ def curve(
     ]
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("repeats", drawn_of([1, 3], 1))
 def test_a_against_a_shows_no_difference(repeats: int) -> None:
     """Same server, other noise: nine of ten intervals hold 1."""
     holds = []
@@ -54,7 +55,7 @@ def test_a_known_factor_is_recovered_vertically(repeats: int) -> None:
     assert sentences["ttft_p50"] == "TTFT p50 of fast is 2× lower than of slow between 1 and 6 QPS."
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("repeats", drawn_of([3, 1], 1))
 def test_a_known_factor_is_recovered_horizontally(repeats: int) -> None:
     """Half the service time carries twice the load at any latency that is twice as high: at the same limit more so."""
     fast = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bladellm_tools.bench import commands, reporting
+from bladellm_tools.bench import commands
 from bladellm_tools.bench.args import MockArgs
 from bladellm_tools.bench.compare import compare
 from bladellm_tools.bench.endpoints import free_port
@@ -24,12 +24,6 @@ from tests.support.cases import some_of
 from tests.tools.command import ROOT, command
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-@pytest.fixture
-def few_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without those of single levels: test_commands_report.py has them, and they take as long as a level."""
-    monkeypatch.setattr(reporting, "run_charts", lambda levels: [])
 
 
 def mock_command(**settings: object) -> str:
@@ -256,7 +250,7 @@ def test_a_disk_that_is_full_between_runs_ends_nothing(tmp_path, monkeypatch, fe
 
     monkeypatch.setattr(commands, "save_newest", full)
     with MockProcess(MockArgs(ttft=0.01, tbt=0.001)) as mock:
-        levels = short("--qps", "30,31", "--duration", "1", "--repeats", "2")
+        levels = short("--qps", "30,31", "--duration", "0.4", "--repeats", "2")
         done = bench("sweep", "--endpoint", f"mock={mock.url}", *levels, folder=tmp_path / "out")
     assert done.code == 0, done.err
     assert done.out.count("Results are not stored before the end: no space left.") == 1

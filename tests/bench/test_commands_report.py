@@ -138,7 +138,7 @@ def test_plot_makes_the_same_report_from_stored_results(report, tmp_path) -> Non
     assert again.out.splitlines()[:-1] == text.splitlines()[:-1]
 
 
-def test_plot_merges_folders(tmp_path) -> None:
+def test_plot_merges_folders(tmp_path, few_charts) -> None:
     for name in ("mon", "tue"):
         save(Benchmark(name, {}, {}, [simulated_run("ours", 5)]), tmp_path / name)
     done = bench("plot", "--results", str(tmp_path / "mon"), str(tmp_path / "tue"), "--title", "Both",
@@ -190,7 +190,7 @@ def test_more_servers_than_colours_are_drawn() -> None:
     assert all(f"server{number} p50" in chart.svg for number in range(len(runs)))
 
 
-def test_closed_loops_are_plotted_over_what_they_achieved(tmp_path) -> None:
+def test_closed_loops_are_plotted_over_what_they_achieved(tmp_path, few_charts) -> None:
     runs = [simulated_run("a", rate) for rate in (4, 8)]
     for streams, run in enumerate(runs, 1):
         run.load = Load(concurrency=streams)

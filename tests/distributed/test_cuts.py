@@ -20,12 +20,14 @@ from bladellm_runtime.quantization.registry import read_quantization
 from bladellm_runtime.quantization.weight import QuantizedWeight
 from tests.distributed.models import Random, random_heads
 from tests.models.quantized import SCHEMES, STORED
+from tests.support.cases import sample_of
 
 CASES = [(None, "plain", False), *((method, name, False) for method, name in STORED)]
 CASES += [("gptq", "w4 g16", True), ("gptq", "w8 g16", True), ("gptq", "w4 g16 asymmetric", True)]
 CASES += [("compressed-tensors", "w4 g16 asymmetric", True)]
-QUICK = [(None, "plain", False), ("gptq", "w4 g16", True), ("awq", "w4 g16", False)]
-QUICK += [("compressed-tensors", "w4 g16 asymmetric", False), ("compressed-tensors", "fp8 static", False)]
+STORED_ALIKE = [("awq", "w4 g16", False), ("compressed-tensors", "w4 g16 asymmetric", False)]
+STORED_ALIKE += [("compressed-tensors", "fp8 static", False)]
+QUICK = [(None, "plain", False), ("gptq", "w4 g16", True), *sample_of(STORED_ALIKE, 1)]
 
 
 def random_model(folder: Path, method: str | None, scheme: str, scrambled: bool) -> Random:

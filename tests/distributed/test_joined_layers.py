@@ -11,6 +11,7 @@ from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
 from tests.models.test_wanted_tokens import step_wanting
+from tests.support.cases import some_pairs
 
 LAYERS = 3
 
@@ -30,8 +31,7 @@ def logits(model, prompts: list[list[int]], fused: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("kind", ["float", "biased", "w4"])
+@pytest.mark.parametrize(("kind", "degree"), some_pairs(["float", "biased", "w4"], [2, 3]))
 def test_a_step_is_one_call_a_row_parallel_layer(kind, degree, fused, tmp_path):
     if kind == "w4":
         Tiny(tmp_path, plan("gptq", SCHEMES["w4 g16"], (), scrambled=True), scrambled=("_proj",))

@@ -14,6 +14,7 @@ from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import Sequences, load_tiny, random_prompt, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
 from tests.models.test_wanted_tokens import step_wanting
+from tests.support.cases import some_pairs
 
 LAYERS = 3
 HIDDEN = 70
@@ -46,8 +47,7 @@ def parted(model, group: ThreadCommunicator, prompts: list[list[int]], least: in
     return run_prompts(model, prompts), list(group.joined)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("kind", ["float", "biased", "w4", "qwen3"])
+@pytest.mark.parametrize(("kind", "degree"), some_pairs(["float", "biased", "w4", "qwen3"], [2, 3]))
 def test_logits_are_those_of_whole_sums(kind, degree, tmp_path):
     if kind == "w4":
         reference = Tiny(tmp_path, plan("gptq", SCHEMES["w4 g16"], (), scrambled=True), scrambled=("_proj",)).reference

@@ -16,6 +16,7 @@ from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.engine.captured import Again
 from tests.models.harness import VOCAB, Sequences, random_prompt, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
+from tests.support.cases import some_pairs
 from tests.support.step_plans import step_plan
 
 MODELS = {
@@ -26,8 +27,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("case", "degree"), some_pairs(MODELS, [2, 3]))
 def test_fused_decode_steps_give_the_same_logits(case, degree, tmp_path):
     reference = save_tiny(tmp_path, MODELS[case][0], **MODELS[case][1])
     assert_fused(tmp_path, degree, reference)

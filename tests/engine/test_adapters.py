@@ -25,7 +25,7 @@ from tests.engine.test_cascade import always  # noqa: F401
 from tests.engine.test_equality import token_bytes
 from tests.engine.test_quantized import SCHEMES, WEIGHT_ONLY, make_pair
 from tests.lora import folders
-from tests.support.cases import some_of
+from tests.support.cases import sample_of, some_of
 
 ADAPTERS, SLOTS = 4, 2
 OPTIONS: dict[str, Any] = {
@@ -186,7 +186,7 @@ QUANTIZED = [(method, name) for method, name in WEIGHT_ONLY if name in ("w4a16",
 SAMPLE = [next(pair for pair in QUANTIZED if pair[1] == name) for name in ("w4a16", "w8a16")]
 
 
-@pytest.mark.parametrize("quantized", some_of(QUANTIZED, SAMPLE))
+@pytest.mark.parametrize("quantized", some_of(QUANTIZED, sample_of(SAMPLE, 1)))
 def test_adapters_of_quantized_models(tmp_path, quantized):
     method, scheme = quantized
     pair = make_pair(DEMO, tmp_path, method, SCHEMES[scheme])

@@ -31,10 +31,10 @@ from tests.engine.masked_runner import (
     step_until,
 )
 from tests.guided.samples import END
+from tests.support.cases import some_pairs
 
 
-@pytest.mark.parametrize("granules", [64, 18])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize(("micro_batches", "granules"), some_pairs([1, 2, 3], [64, 18]))
 @pytest.mark.parametrize("overlap", [True, False])
 def test_matchers_and_tokens_stay_in_step(fsm, overlap, micro_batches, granules):
     """Few requests too: then one micro-batch alone has something to run."""

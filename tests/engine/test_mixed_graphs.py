@@ -62,7 +62,7 @@ def test_tokens_are_those_of_transformers(demo_model, way, monkeypatch):
     assert_equal(demo_model, PROMPTS, found)
 
 
-@pytest.mark.parametrize("taken", ["all", "some"])
+@pytest.mark.parametrize("taken", drawn_of(["all", "some"], 1))
 def test_attention_in_one_pass_gives_the_tokens_of_transformers(demo_model, taken, monkeypatch):
     """Steps whose chunks it takes all have their own graphs; adapters' and others' have those of both kinds."""
     monkeypatch.setattr(mixed_inputs, "one_pass_programs", lambda tokens, kv, dtype: 40 * (tokens >= 20))

@@ -23,7 +23,7 @@ from tests.engine.captured import Again, captured_llm
 from tests.engine.test_equality import WAYS, assert_equal, greedy_params, token_bytes
 from tests.engine.ties import assert_alike
 from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
-from tests.support.cases import drawn_of
+from tests.support.cases import drawn_of, some_pairs
 from tests.support.step_plans import step_plan
 
 FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
@@ -90,8 +90,7 @@ def test_steps_that_read_many_tokens_have_a_graph_of_their_own(tokens, replayed)
     assert ran == [replayed]
 
 
-@pytest.mark.parametrize("fused_rows", [0, 2, 5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "fused_rows"), some_pairs(FAMILIES, [0, 2, 5]))
 def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family, fused_rows):
     """Logits equal the eager ones although the memory around is NaN, and only the rows' own places are written."""
     save_tiny(tmp_path, family, **FAMILIES[family])

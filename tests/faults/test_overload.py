@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.conftest import unharmed, warm_up
 from tests.faults.sockets import LONG, SHORT
+from tests.support.cases import drawn_of
 from tests.support.live import (
     LiveServer,
     OpenStream,
@@ -65,7 +66,7 @@ def test_row_38_choices_count_each(narrow_server):
         assert (status, body["error"]["param"]) == (400, "n")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", drawn_of([True, False], 1))
 def test_row_38_waited_too_long(narrow_server, stream):
     holder = OpenStream(narrow_server, {**LONG, "max_tokens": 800})
     text = completion_text(holder.read(1))

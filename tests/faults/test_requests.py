@@ -270,7 +270,7 @@ def test_row_21_logit_bias(server, path):
     refused_values(server, path, "logit_bias", values)
     raw = json.dumps({**ACCEPTED[path], "logit_bias": {"5": 0.5}}).replace("0.5", "NaN").encode()
     assert_error(server.request(path, raw), 400)
-    for entries, status in ((70_000, 400), (10**6, 413)):
+    for entries, status in ((70_000, 400), (150_000, 413)):
         huge = {**ACCEPTED[path], "logit_bias": {str(token): 1 for token in range(entries)}}
         assert_error(server.request(path, huge), status)
     assert ask(server, path, logit_bias={"5": -100, str(VOCAB - 1): -1})[0] == 200

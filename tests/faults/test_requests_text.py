@@ -21,6 +21,7 @@ from tests.faults.asking import (
     text_of,
     undisturbed,
 )
+from tests.support.cases import drawn_of
 from tests.support.fake_tokens import DEMO_MODEL, expected_text
 from tests.support.live import LiveServer
 
@@ -56,7 +57,7 @@ def chat_tokens(content: str) -> list[int]:
 
 
 @pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize("content", ["Hello there", *SPECIAL_TEXTS])
+@pytest.mark.parametrize("content", ["Hello there", *drawn_of(SPECIAL_TEXTS, 2)])
 def test_row_55_special_token_text_in_user_content(server, content):
     status, body = ask(server, CHAT, messages=[{"role": "user", "content": content}], max_tokens=6, temperature=0)
     assert status == 200

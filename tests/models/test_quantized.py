@@ -10,7 +10,7 @@ from bladellm_runtime.layers import quantized_linear
 from bladellm_runtime.layers.quantized_linear import QuantizedLinear, packed_bytes
 from tests.models.harness import DEVICES, Sequences, assert_greedy, load_tiny, random_prompt, reference_logits
 from tests.models.quantized import SCHEMES, STORED, Tiny, assert_agrees, plan, round_weight
-from tests.support.cases import some_pairs
+from tests.support.cases import drawn_of, some_pairs
 
 OPTIONS = {"qwen3": {"head_dim": 16}}
 EXACT = [
@@ -35,8 +35,9 @@ def test_every_scheme_in_every_format(tmp_path, stored, family, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("method", "name"), EXACT)
-def test_greedy_tokens(tmp_path, method, name, device):
+@pytest.mark.parametrize("stored", drawn_of(EXACT, 4), ids=" ".join)
+def test_greedy_tokens(tmp_path, stored, device):
+    method, name = stored
     tiny = Tiny(tmp_path, plan(method, SCHEMES[name]), "mistral", sliding_window=11)
     prompt = random_prompt(13)
     sequences = Sequences(load_tiny(tmp_path, device))
@@ -47,8 +48,7 @@ def test_greedy_tokens(tmp_path, method, name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize(("name", "dtype"), some_pairs(SCHEMES, [torch.bfloat16, torch.float16]), ids=str)
 def test_16_bit_types_stay_near_float32(tmp_path, name, dtype, device):
     """Rounding to 16 bits costs no more than it costs transformers' own model of that type (with slack)."""
     tiny = Tiny(tmp_path, plan("compressed-tensors", SCHEMES[name]), "llama")
@@ -78,8 +78,7 @@ def test_a_row_never_depends_on_its_neighbours(tmp_path, name, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [32, 128, None])
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize(("name", "size"), some_pairs(SCHEMES, [32, 128, None]))
 @pytest.mark.parametrize("kernel", [True, False], ids=["as is", "no int4 kernel"])
 def test_what_a_layer_takes_is_known_before(name, size, dtype, device, kernel, monkeypatch):
     """Also on processors that have no kernel for 4 bits."""

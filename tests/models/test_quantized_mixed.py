@@ -13,6 +13,7 @@ from bladellm_runtime.quantization.registry import FORMATS
 from bladellm_runtime.quantization.scheme import Scheme
 from tests.models.harness import DEVICES, Sequences, load_tiny, random_prompt
 from tests.models.quantized import SCHEMES, Tiny, assert_agrees, edit_tensors, plan, shard
+from tests.support.cases import some_pairs
 
 LAYER = "model.layers.{}.{}"
 W4, W4_ASYMMETRIC, W8 = SCHEMES["w4 g16"], SCHEMES["w4 g16 asymmetric"], SCHEMES["w8 g16"]
@@ -42,23 +43,23 @@ def targeting(**schemes: Scheme) -> dict:
     return {**config, "format": "mixed-precision"}
 
 
+PLAIN_PARTS = {
+    "q": [Linear, QuantizedLinear],
+    "k": [QuantizedLinear, Linear, QuantizedLinear],
+    "v": [QuantizedLinear, Linear],
+    "qk": [Linear, QuantizedLinear],
+    "qkv": [Linear],
+}
+"""The layers that a fused one is made of where these parts are plain."""
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("method", list(FORMATS))
-@pytest.mark.parametrize(
-    ("plain", "qkv"),
-    [
-        ("q", [Linear, QuantizedLinear]),
-        ("k", [QuantizedLinear, Linear, QuantizedLinear]),
-        ("v", [QuantizedLinear, Linear]),
-        ("qk", [Linear, QuantizedLinear]),
-        ("qkv", [Linear]),
-    ],
-)
-def test_plain_parts_of_a_fused_layer(tmp_path, method, plain, qkv, device):
+@pytest.mark.parametrize(("plain", "method"), some_pairs(PLAIN_PARTS, FORMATS))
+def test_plain_parts_of_a_fused_layer(tmp_path, method, plain, device):
     ignore = ["lm_head", *(LAYER.format(1, f"self_attn.{one}_proj") for one in plain)]
     tiny = Tiny(tmp_path, plan(method, W4, ignore), "qwen2")
     model = assert_equal(tiny, device)
-    assert kinds(model.layers[1].attention.qkv) == qkv
+    assert kinds(model.layers[1].attention.qkv) == PLAIN_PARTS[plain]
     assert kinds(model.layers[0].attention.qkv) == [QuantizedLinear]
 
 
@@ -97,11 +98,13 @@ def test_static_scales_that_differ_are_kept_apart(tmp_path, scheme, device):
     assert kinds(model.layers[1].attention.qkv) == [QuantizedLinear]
 
 
+SCHEMES_OF_GROUPS = {"w4": W4, "w4 asymmetric": W4_ASYMMETRIC, "w8": W8}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheme", [W4, W4_ASYMMETRIC, W8], ids=["w4", "w4 asymmetric", "w8"])
-@pytest.mark.parametrize("where", ["down_proj", "q_proj", "_proj"])
-def test_scrambled_groups(tmp_path, scheme, where, device):
-    tiny = Tiny(tmp_path, plan("gptq", scheme, scrambled=True), "qwen2", scrambled=(where,))
+@pytest.mark.parametrize(("name", "where"), some_pairs(SCHEMES_OF_GROUPS, ["down_proj", "q_proj", "_proj"]))
+def test_scrambled_groups(tmp_path, name, where, device):
+    tiny = Tiny(tmp_path, plan("gptq", SCHEMES_OF_GROUPS[name], scrambled=True), "qwen2", scrambled=(where,))
     model = assert_equal(tiny, device)
     assert (model.layers[0].mlp.down.order is not None) == (where != "q_proj")
 

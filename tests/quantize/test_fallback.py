@@ -14,6 +14,7 @@ from bladellm_tools.quantize.pipeline.fallback import choose_fallback, fallen_mo
 from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.models.harness import random_prompt, reference_logits
 from tests.quantize.jobs import W4, W4_ASYMMETRIC, W8A8, job_of, save_model, tensors_of
+from tests.support.cases import some_pairs
 
 
 def errors_of(table):
@@ -50,11 +51,13 @@ def test_count_and_order(values, ratio):
     assert chosen == sorted(chosen, key=lambda one: (one[0], GROUPS.index(one[1])))
 
 
-@pytest.mark.parametrize(("algorithm", "scheme"), [("awq", W4_ASYMMETRIC), ("smoothquant", W8A8), ("smoothquant+", W4)])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_everything_fallen_computes_what_the_float_model_does(algorithm, scheme, family, tmp_path):
+WAYS = [("awq", W4_ASYMMETRIC), ("smoothquant", W8A8), ("smoothquant+", W4)]
+
+
+@pytest.mark.parametrize(("way", "family"), some_pairs(WAYS, ["llama", "qwen2"]), ids=str)
+def test_everything_fallen_computes_what_the_float_model_does(way, family, tmp_path):
     """With all groups back, folded as they are, norms and weights must still belong together."""
-    reference = save_model(tmp_path / "model", family)
+    (algorithm, scheme), reference = way, save_model(tmp_path / "model", family)
     job = job_of(tmp_path / "model", tmp_path / "out", algorithm, scheme=scheme, fallback_ratio=1.0)
     result = quantize_model(job, Progress())
     assert all(report.fallback and report.error is not None for report in result.modules)

@@ -13,6 +13,7 @@ from bladellm_tools.quantize.algorithms.gptq_solver import SEARCH_RATIOS, search
 from bladellm_tools.quantize.algorithms.grid import Grid
 from bladellm_tools.quantize.algorithms.hessian import factorise
 from bladellm_tools.quantize.algorithms.statistics import InputStatistics
+from tests.support.cases import some_pairs
 
 SCHEMES = [
     Scheme(4, group_size=16),
@@ -23,6 +24,7 @@ SCHEMES = [
     Scheme(8, "fp8"),
 ]
 ORDERS = [(True, True), (True, False), (False, True)]
+"""By activations or not, with static groups or not."""
 
 
 def inputs(tokens: int, columns: int) -> torch.Tensor:
@@ -92,13 +94,12 @@ def slow_gptq(gptq: Gptq, weight: torch.Tensor, gram: torch.Tensor) -> torch.Ten
     return rounded
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize(("desc_act", "static_groups"), ORDERS)
+@pytest.mark.parametrize(("scheme", "order"), some_pairs(SCHEMES, ORDERS), ids=str)
 @pytest.mark.parametrize("block", [128, 20])
-def test_it_rounds_as_the_paper_says(device, scheme, desc_act, static_groups, block):
+def test_it_rounds_as_the_paper_says(device, scheme, order, block):
     """All weights of a row, but for rows where a number lies between two codes to within float32."""
     weight, x = torch.randn(60, 144) * torch.rand(60, 1), inputs(300, 144)
-    gptq = Gptq(Grid(scheme, torch.bfloat16), 0.02, desc_act, static_groups, search_range=False, block=block)
+    gptq = Gptq(Grid(scheme, torch.bfloat16), 0.02, *order, search_range=False, block=block)
     statistics = statistics_of(x, device)
     expected = slow_gptq(gptq, weight, statistics.gram.cpu())
     rounded = quantize(gptq, weight, statistics)
@@ -109,12 +110,11 @@ def test_it_rounds_as_the_paper_says(device, scheme, desc_act, static_groups, bl
     assert rounded.weight.scales.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize(("desc_act", "static_groups"), ORDERS)
+@pytest.mark.parametrize(("scheme", "order"), some_pairs(SCHEMES, ORDERS), ids=str)
 @pytest.mark.parametrize("search_range", [False, True])
-def test_outputs_are_nearer_than_with_plain_rounding(device, scheme, desc_act, static_groups, search_range):
+def test_outputs_are_nearer_than_with_plain_rounding(device, scheme, order, search_range):
     weight, statistics = torch.randn(50, 192), statistics_of(inputs(1000, 192), device)
-    gptq = Gptq(Grid(scheme, torch.float16), 0.01, desc_act, static_groups, search_range)
+    gptq = Gptq(Grid(scheme, torch.float16), 0.01, *order, search_range)
     weight = weight.to(device)
     plain = statistics.output_error(weight, gptq.grid.quantize(weight).dequantize())
     error = statistics.output_error(weight, quantize(gptq, weight, statistics).weight.dequantize())

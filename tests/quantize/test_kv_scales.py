@@ -12,6 +12,7 @@ from bladellm_tools.quantize.pipeline.forward import KEYS, VALUES
 from bladellm_tools.quantize.pipeline.kv_scales import KvRange, kv_scale_tensors
 from bladellm_tools.quantize.pipeline.run import quantize_model
 from tests.quantize.jobs import CPU, W4, job_of, save_model, tensors_of
+from tests.support.cases import some_pairs
 
 
 def test_the_largest_of_all_ranges_counts():
@@ -29,8 +30,7 @@ def test_the_largest_of_all_ranges_counts():
     }
 
 
-@pytest.mark.parametrize("algorithm", ["minmax", "awq"])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("algorithm", "devices"), some_pairs(["minmax", "awq"], [1, 2]))
 def test_scales_are_of_what_the_quantized_model_caches(algorithm, devices, tmp_path):
     """AWQ's smoothing divides the values: the scales are those after it."""
     save_model(tmp_path / "model", "qwen3")

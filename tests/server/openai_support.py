@@ -100,7 +100,7 @@ def chat_prompt(text: str) -> list[int]:
 
 @cache
 def greedy(prompt: str, tokens: int) -> tuple[int, ...]:
-    """transformers' greedy continuation of a text, end-of-text ignored. Of `reference.PROMPTS`, all are made at once."""
+    """transformers' greedy continuation of a text, end-of-text ignored; all `reference.PROMPTS` are made at once."""
     if prompt in reference.PROMPTS:
         reference.greedy_all(DEMO, list(map(encode, reference.PROMPTS)), max(tokens, USUAL_TOKENS))
     return tuple(reference.greedy(DEMO, encode(prompt), tokens))

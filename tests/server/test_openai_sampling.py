@@ -24,6 +24,7 @@ from tests.server.openai_support import (
     tokenizer,
     user,
 )
+from tests.support.cases import drawn_of
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
 GREEDY = {"model": "demo", "temperature": 0}
@@ -220,7 +221,7 @@ def test_extreme_repetition_penalties_generate(client):
         assert choice.finish in ("stop", "length")
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[:3])
+@pytest.mark.parametrize("prompt", drawn_of(PROMPTS[:3], 1))
 def test_repetition_penalty_is_transformers(client, prompt):
     wanted = generate(encode(prompt), 48, eos_token_id=None, repetition_penalty=1.3)
     [choice] = complete(client, prompt, 48, temperature=0, extra_body={"repetition_penalty": 1.3})

@@ -11,6 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from tests.support.cases import drawn_of
 from tests.support.live import LiveServer, OpenStream, fake_command
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 3500, "temperature": 0, "ignore_eos": True}
@@ -65,7 +66,7 @@ def test_signals_that_come_until_the_end_change_nothing(front_ends):
         assert (code, server.log().count("Traceback")) == (0, 0)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("path", drawn_of(["/v1/completions", "/tokenize"], 1))
 def test_a_client_that_still_sends_its_body_is_told_that_the_server_ends(path):
     with LiveServer() as server:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)

@@ -35,6 +35,11 @@ def drawn_of(cases: Iterable[Any], count: int, always: Collection[Any] = ()) -> 
     ]
 
 
+def sample_of(cases: Collection[Any], count: int) -> list[Any]:
+    """So many of the cases, others in every run: the same in all processes of one."""
+    return random.Random(f"{RUN} {cases}").sample(list(cases), count)
+
+
 def some_pairs(first: Iterable[Any], second: Iterable[Any], count: int | None = None) -> list[Any]:
     """All pairs; in the default run only a diagonal, in which each of both occurs. Every run draws another one.
 

@@ -103,7 +103,7 @@ def test_long_contexts_are_measured(tmp_path):
     assert all(0 < row["tbt_ms"] <= row["tbt_max_ms"] and row["ttft_s"] > 0 for row in found["rows"])
 
 
-@pytest.mark.parametrize("fusion", ["auto", "always"])
+@pytest.mark.parametrize("fusion", drawn_of(["auto", "always"], 1))
 def test_decode_steps_are_measured(tmp_path, fusion):
     flags = ("--device", "cpu", "--batches", "1", "3", "--input", "9", "--steps", "5", "--warm", "2")
     flags += ("--fusion", fusion)

@@ -12,7 +12,7 @@ from bladellm_tools import cli
 from bladellm_tools.quantize import command as quantize_command
 from bladellm_tools.quantize.algorithms.smoothquant_plus import AlphaSearch
 from bladellm_tools.quantize.progress import duration
-from tests.support.cases import some_of
+from tests.support.cases import drawn_of, some_of
 from tests.tools.command import ROOT, run_on_terminal
 from tests.tools.test_cli import QUICK_SECONDS, processor_seconds
 
@@ -127,7 +127,7 @@ def test_minmax_needs_no_data_and_measures_errors_where_it_has_some(demo_model, 
     assert "Largest errors" in shown.out
 
 
-@pytest.mark.parametrize("algorithm", ["minmax", "gptq"])
+@pytest.mark.parametrize("algorithm", drawn_of(["minmax", "gptq"], 1))
 def test_the_worst_layers_fall_back(algorithm, demo_model, device, tmp_path, capsys) -> None:
     flags = ("--bit", "4", "--quant_algo", algorithm, "--fallback_ratio", "0.2")
     assert quantize(demo_model, tmp_path / "out", *flags) == 0

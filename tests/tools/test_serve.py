@@ -137,7 +137,7 @@ def test_a_port_in_use_is_one_sentence(demo_model: Path) -> None:
     assert "--port" in done.stderr
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "recipes/serve_demo.yaml"])
+@pytest.mark.parametrize("model", drawn_of(["/no/such/folder", "recipes/serve_demo.yaml"], 1))
 def test_a_model_that_is_none_is_one_sentence(model: str) -> None:
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = run("blade_llm_server", "--model", model, env=env)
