@@ -135,17 +135,24 @@ def test_imports_go_one_way(package: str) -> None:
             assert room in (None, own) or room in MAY_IMPORT[own], f"{path}:{line}: {own} must not import {room}"
 
 
-@pytest.mark.parametrize("room", TORCH_FREE)
-def test_the_front_end_and_the_scheduler_import_no_torch(room: str) -> None:
+def files_of(room: str) -> list[Path]:
     folder = ROOT / "bladellm_runtime" / room
-    paths = sources(f"bladellm_runtime/{room}") if folder.is_dir() else [folder.with_suffix(".py")]
-    assert paths
-    code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({module_name(path)!r})" for path in paths)
-    check = "\nprint([name for name in ('torch', 'triton') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=False, cwd=ROOT)
+    return sources(f"bladellm_runtime/{room}") if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+def test_the_front_end_and_the_scheduler_import_no_torch() -> None:
+    """Imported one after another: none brings it in."""
+    rooms = {room: files_of(room) for room in TORCH_FREE}
+    assert all(rooms.values())
+    code = ["import importlib, sys"]
+    for room, paths in rooms.items():
+        code += [f"importlib.import_module({module_name(path)!r})" for path in paths]
+        code += [f"print({room!r}, [name for name in ('torch', 'triton') if name in sys.modules])"]
+    line = [sys.executable, "-c", "\n".join(code)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-    for path in paths:
+    assert done.stdout.splitlines() == [f"{room} []" for room in rooms]
+    for path in [path for paths in rooms.values() for path in paths]:
         assert all(module.split(".")[0] not in ("torch", "triton") for _, module in parsed(path).imports), path
 
 

@@ -97,7 +97,7 @@ def test_help_is_the_same_every_time(monkeypatch) -> None:
     assert "--help, -h" in shown.pop()
 
 
-@pytest.mark.parametrize(("name", "columns"), some_pairs(cli.COMMANDS, [80, 120]))
+@pytest.mark.parametrize(("name", "columns"), some_pairs(cli.COMMANDS, [80, 120], 5))
 def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
     shown = run_on_terminal("blade_llm", *name.split(), "--help", columns=columns)
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
@@ -107,7 +107,7 @@ def test_help_on_a_terminal_shows_whole_names(name: str, columns: int) -> None:
         assert re.search(rf"--{item.name}\b", plain), item.name
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", drawn_of(cli.COMMANDS, 4))
 def test_help_in_a_pipe_is_plain(name: str) -> None:
     done = run_forked("blade_llm", *name.split(), "--help")
     assert done.stdout.isascii()
