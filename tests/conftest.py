@@ -24,7 +24,7 @@ STUCK_SECONDS = 180
 """A process that is so much longer at a test, or between two, than the test's timeout has its threads written to
 standard error and is ended: the timeout does not reach what waits in native code, nor what happens between tests."""
 
-EXAMPLES = 40
+EXAMPLES = 30
 """Of each property in the default run, which draws others every time; Hypothesis' own number with the slow tests."""
 
 STANDARD_ERROR = pytest.StashKey[int]()

@@ -20,6 +20,7 @@ from bladellm_tools.bench.stats import (
     t_interval,
     trend,
 )
+from tests.support.cases import drawn_of
 
 TRIALS = 200
 
@@ -64,8 +65,12 @@ def test_bootstrap_means_hold_the_mean(count: int) -> None:
     assert 0.90 <= share <= 0.99
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.5, 100), (0.5, 1000), (0.9, 300), (0.95, 500), (0.99, 2000)])
-def test_bootstrap_percentiles_hold_the_percentile(share: float, count: int) -> None:
+SHARES = [(0.5, 100), (0.5, 1000), (0.9, 300), (0.95, 500), (0.99, 2000)]
+
+
+@pytest.mark.parametrize("case", drawn_of(SHARES, 1, always=[(0.99, 2000)]), ids=str)
+def test_bootstrap_percentiles_hold_the_percentile(case: tuple[float, int]) -> None:
+    share, count = case
     rng = np.random.default_rng(int(1000 * share) + count)
     truth = -2.0 * math.log(1 - share)
     found = [plain(rng.exponential(2.0, count)).percentile_interval(share) for _ in range(TRIALS)]

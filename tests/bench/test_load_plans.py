@@ -218,3 +218,8 @@ def test_prompts_of_files_and_prefixes_larger_than_memory_are_refused(tmp_path: 
     for load, one in ((Load(qps=1), level), (Load(concurrency=1), LevelArgs(arrival="closed"))):
         with pytest.raises(ConfigError, match="lower --prefix_groups or --prefix_len"):
             plan_requests(groups, one, load, 0)
+
+
+def test_a_closed_loop_of_a_number_of_requests_plans_no_more_than_may_be_under_way_beside_them() -> None:
+    level = LevelArgs(arrival="closed", num_requests=50, warmup=0)
+    assert len(plan_requests(WorkloadArgs(), level, Load(concurrency=8), 0)) == 50 + 8

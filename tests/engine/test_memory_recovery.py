@@ -196,7 +196,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepPlan], 
 OPTIONS: list[dict[str, Any]] = [{}, {"attn_cls": "paged"}, {"kv_arena": "relocating"}, SWAPPING]
 
 
-@pytest.mark.parametrize(("options", "overlap"), some_pairs(OPTIONS, [True, False], 2), ids=str)
+@pytest.mark.parametrize(("options", "overlap"), some_pairs(OPTIONS, [True, False], 1), ids=str)
 def test_row_40_the_model_gives_the_same_tokens(demo_model, sabotage, overlap, options):
     """Penalties, seeds, log-probabilities, constraints and cached prompts survive steps that were half done."""
     flags = {"device": "cpu", "kv_cache_gib": 0.02, "dtype": "float32", "disable_overlap": not overlap} | options

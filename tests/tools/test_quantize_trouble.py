@@ -216,7 +216,7 @@ def assert_same_models(one: Path, other: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(demo_model, tmp_path, capsys) -> None:
-    flags = ["--model", str(demo_model), "--device", "cpu", *GPTQ, "--max_samples", "24", "--max_length", "256"]
+    flags = ["--model", str(demo_model), "--device", "cpu", *GPTQ, "--max_samples", "24", "--max_length", "128"]
     out = tmp_path / "out"
     line = [*command("blade_llm_quantize"), *flags]
     with subprocess.Popen([*line, "--output_dir", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -232,7 +232,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(demo_model, tmp_path, caps
     assert len(errors) == 1
     assert "--resume" in errors[0]
     assert not out.exists()
-    more = (*GPTQ, "--max_samples", "24", "--max_length", "256")
+    more = (*GPTQ, "--max_samples", "24", "--max_length", "128")
     refused(capsys, quantize(demo_model, out, *more), "--resume")
     assert quantize(demo_model, out, *more, "--resume") == 0
     assert "replay" in capsys.readouterr().out, "the finished layers were not rounded again"
