@@ -130,7 +130,7 @@ def test_random_traffic_gives_the_tokens_of_eager_steps(demo_model, always, opti
     assert_same(reference.load(demo_model)[0], requests, found, answer(eager, requests, random.Random()))
 
 
-@pytest.mark.parametrize("format", drawn_of(FORMATS, 1, always=("no_quant",)))
+@pytest.mark.parametrize("format", drawn_of(FORMATS, 1))
 def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, always, format):
     """But for a rounding that flips a code, and with it a token later on: that is rare."""
     requests = random_requests(8, read_model_spec(demo_model).vocab_size, (48,), longest=30, alike=6)

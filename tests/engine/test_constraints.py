@@ -27,6 +27,7 @@ from tests.engine.constrained import (
 from tests.engine.test_equality import token_bytes
 from tests.engine.test_step_graphs import KernelState
 from tests.models.harness import save_tiny
+from tests.support.cases import drawn_of
 
 QWEN = Path(__file__).parents[3] / "shared" / "tokenizers" / "qwen2"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.1}
@@ -82,12 +83,9 @@ MODES: dict[str, dict[str, Any]] = {
     "paged": {"attn_cls": "paged"},
     "relocating": {"kv_arena": "relocating"},
 }
-SLOW = ("paged", "relocating", "few slots")
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow) if mode in SLOW else mode for mode in MODES]
-)
+@pytest.mark.parametrize("mode", drawn_of(MODES, 1, always=["overlap"]))
 def test_every_way_gives_the_same_greedy_tokens(demo_model, expected, mode):
     with LLM(str(demo_model), **OPTIONS, **MODES[mode]) as llm:
         asked = fixed(llm)

@@ -102,7 +102,7 @@ def count_calls(graphs: dict[int, Work]) -> list[int]:
     return used
 
 
-@pytest.mark.parametrize("format", drawn_of(FORMATS, 1, always=("no_quant",)))
+@pytest.mark.parametrize("format", drawn_of(FORMATS, 1))
 def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     options = {"dtype": "float32", "device": "cpu", "kv_cache_quant": format, "kv_cache_gib": 0.1}

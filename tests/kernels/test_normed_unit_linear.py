@@ -16,7 +16,7 @@ from tests.kernels.sass import spills_in_the_loop
 from tests.kernels.test_normed_linear import rms
 from tests.kernels.test_unit_linear import MIDDLE, layer
 from tests.kernels.units_in_python import run_units_in_python
-from tests.support.cases import some_pairs
+from tests.support.cases import drawn_of, some_pairs
 
 pytest.importorskip("triton")
 
@@ -132,7 +132,7 @@ def test_the_stream_is_rounded_once_and_normed(bits, rows, columns, groups, zero
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-@pytest.mark.parametrize("parts", [1, 64])
+@pytest.mark.parametrize("parts", drawn_of([1, 64], 1))
 @pytest.mark.parametrize(("name", "tokens"), some_pairs(LLAMA_8B, [1, 8, 13, 16], 2))
 def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, parts, monkeypatch, tmp_path):
     """As launched on an H200 for the layers of Llama-3.1-8B, of fewer outputs; parts: sums of the norm in front."""
