@@ -54,7 +54,7 @@ class Fault:
         before = self._kind
         self._cursed -= {load.slot for load in plan.loads}
         for load in plan.loads:
-            if 0 <= (number := TRIGGER - load.token_ids[0]) < len(self._kinds):
+            if 0 <= (number := TRIGGER - int(load.ids()[0])) < len(self._kinds):
                 self._cursed.add(load.slot)
                 self._kind = self._kinds[number]
         first = self._kind != before

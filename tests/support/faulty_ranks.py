@@ -30,7 +30,7 @@ def go_deaf() -> None:
         while deaf:
             time.sleep(1.0)
         order = receive(port, timeout)
-        if isinstance(order, RunStep) and any(load.token_ids[0] == TRIGGER for load in order.loads):
+        if isinstance(order, RunStep) and any(load.ids()[0] == TRIGGER for load in order.loads):
             deaf.append(True)
         return order
 
