@@ -64,10 +64,9 @@ class SlotPreparation:
         self._least = min(2 * length, most)
         self._keep_free(missing, min(2 * length * PREPARED_SLOTS, most))
         self._free = self._pool.free
-        if self._free >= 2 * length:
-            self._prepared = {number: self._prepared[number] for number in numbers if number not in missing}
-            for number in missing:
-                self._prepare(number)
+        self._prepared = {number: self._prepared[number] for number in numbers if number not in missing}
+        for number in missing if self._free >= 2 * length else ():
+            self._prepare(number)
 
     def _is_prepared(self, number: int) -> bool:
         """Whether a slot was, and nobody has taken what it was prepared with."""
