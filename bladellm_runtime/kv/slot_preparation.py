@@ -35,12 +35,10 @@ class SlotPreparation:
         self._longest = longest
         self._begin = 0
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._positions = range(0)
-        """At which slots were prepared last."""
+        self._seen: tuple[list[int], range, int] = ([], range(0), 0)
+        """The slots that were next at the last plan, the positions to prepare, and how many granules were free then."""
         self._prepared: dict[int, list[int]] = {}
-        """What each of them shows there, if that is all."""
-        self._free = 0
-        """Granules that were free then."""
+        """What each prepared slot shows there."""
         self._least = 0
         """With fewer free ones more are freed."""
 
@@ -53,27 +51,27 @@ class SlotPreparation:
     def prepare(self, numbers: list[int]) -> None:
         """Prepare the slots that are next, which are idle."""
         length = min(max(self._recent, default=0), PREPARED_GRANULES, self._longest - self._begin)
-        positions, free = range(self._begin, self._begin + length), self._pool.free
-        if positions != self._positions:
+        positions = range(self._begin, self._begin + length)
+        if (numbers, positions, self._pool.free) == self._seen:
+            return
+        if positions != self._seen[1]:
             self._prepared.clear()
         missing = [number for number in numbers if not self._is_prepared(number)]
-        if positions == self._positions and (free == self._free or (free >= self._least and not missing)):
-            return
-        self._positions = positions
-        most = self._pool.num_granules // KEPT_SHARE
-        self._least = min(2 * length, most)
-        self._keep_free(missing, min(2 * length * PREPARED_SLOTS, most))
-        self._free = self._pool.free
-        self._prepared = {number: self._prepared[number] for number in numbers if number not in missing}
-        for number in missing if self._free >= 2 * length else ():
-            self._prepare(number)
+        if missing or self._pool.free < self._least:
+            most = self._pool.num_granules // KEPT_SHARE
+            self._least = min(2 * length, most)
+            self._keep_free(missing, min(2 * length * PREPARED_SLOTS, most))
+            self._prepared = {number: self._prepared[number] for number in numbers if number not in missing}
+            for number in missing if self._pool.free >= 2 * length else ():
+                self._prepare(number, positions)
+        self._seen = numbers, positions, self._pool.free
 
     def _is_prepared(self, number: int) -> bool:
         """Whether a slot was, and nobody has taken what it was prepared with."""
         return number in self._prepared and all(map(self._pool.is_free, self._prepared[number]))
 
-    def _prepare(self, number: int) -> None:
-        slot, positions = self._granules.slots[number], self._positions
+    def _prepare(self, number: int, positions: range) -> None:
+        slot = self._granules.slots[number]
         self._granules.prepare(slot, positions, set(chain.from_iterable(self._prepared.values())))
         shown = slot.view.granules[positions.start : positions.stop]
         if len(shown) == len(positions):

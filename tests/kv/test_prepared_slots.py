@@ -1,5 +1,6 @@
 """The slot that is next shows free granules before a sequence needs them, and holds none."""
 
+import itertools
 import random
 
 import pytest
@@ -167,3 +168,24 @@ def test_sequences_that_come_together_find_their_granules_each():
     accounting.check()
     for admission in together:
         assert not shown(plan.views, admission.slot)
+
+
+def test_slots_that_become_next_are_prepared_whatever_is_free():
+    """One sequence comes as another one of its length goes: as many granules are free as before."""
+    accounting = accounting_of()
+    live: list[int] = []
+    free = set()
+    for number in range(3 * SLOTS):
+        if number > 1:
+            # Nothing of it stays cached.
+            accounting.release_slot(live.pop(0))
+        tokens = prompt()
+        live.append(accounting.admit(tokens, len(tokens), 0).slot)
+        accounting.drain_ops()
+        accounting.check()
+        free.add(accounting.pool.free)
+        for each in itertools.islice(accounting._next_slots(), PREPARED_SLOTS):
+            view = accounting.granules.slots[each].view.granules[:3]
+            assert len(view) == 3
+            assert all(map(accounting.pool.is_free, view))
+    assert len(free) == 2
