@@ -23,11 +23,11 @@ COUNTED_PROMPTS = 256
 @dataclass(slots=True)
 class Ahead:
     """Who was let in for the next step already. limit: prompt tokens of a step, of which all that are let in ahead have
-    no more, but for the last. all: whether everyone else is, too."""
+    no more, but for the last. closed: whether nobody else begins in this step."""
 
     limit: int = 0
     tokens: int = 0
-    all: bool = False
+    closed: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -36,7 +36,7 @@ class Ahead:
     def add(self, tokens: int) -> None:
         """One with so many prompt tokens; nobody overtakes it."""
         self.tokens += tokens
-        self.all = True
+        self.closed = True
 
 
 class Planner:
@@ -128,7 +128,7 @@ class Planner:
         if seq is None:
             return None
         seq.group = self._group
-        if self._ahead.all or not self._is_ready(plan, seq, self._chunk_tokens(seq, self._ahead.limit)):
+        if self._ahead.closed or not self._is_ready(plan, seq, self._chunk_tokens(seq, self._ahead.limit)):
             self._ahead.add(policy.tokens_left(seq))
             # Moves of this plan may write to its memory, which must not go to others before they are done.
             seq.last_step = plan.step
@@ -269,7 +269,7 @@ class Planner:
         roster = self._roster
         if self._groups > 1 or any(seq.last_step < plan.step for seq in roster.prefilling):
             return
-        self._ahead.all = True
+        self._ahead.closed = True
         while roster.waiting and self._let_in(plan, now) is not None:
             pass
 

@@ -74,10 +74,11 @@ class Trace:
             start = time.perf_counter()
             wait()
             seconds = time.perf_counter() - start
+            late = stream.query()
             converted = arena.stats.splits + arena.stats.joins - converted
             decode = self._rows is None or bool((self._rows.query_lens == 1).all())
             cause, jobs = self._cause(seconds, dry, converted), _jobs(arena, start)
-            self.waits.append(Wait(seconds, decode, stream.query(), cause, self._views, jobs))
+            self.waits.append(Wait(seconds, decode, late, cause, self._views, jobs))
 
         arena.stats.trace(TRACED_EVENTS)
         arena.submit, arena.wait = submitted, waited  # type: ignore[method-assign]
