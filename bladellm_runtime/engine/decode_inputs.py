@@ -11,7 +11,7 @@ from bladellm_kernels.prefix_groups import PrefixGroup
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bladellm_runtime.engine.host_ring import HostBuffer, HostRing, Leading
+from bladellm_runtime.engine.host_ring import HostBuffer, HostRing
 from bladellm_runtime.kv.arena import KvArena
 from bladellm_runtime.layers.batch import ForwardBatch
 from bladellm_runtime.scheduler.plan import StepPlan
@@ -65,7 +65,6 @@ class DecodeInputs:
         self._members = members
         length = fields * max_size + (fields_length(max_size, members) if members else 0)
         self._static = torch.zeros(length, dtype=torch.int64, device=arena.device)
-        self._sent = Leading(self._static)
         self._host = HostRing(length, arena.device, in_flight)
         self._filled: dict[HostBuffer, Filled] = {}
         self._packed = np.empty(0, dtype=np.int64)
@@ -126,8 +125,7 @@ class DecodeInputs:
                 packed = self._pack(plan.prefixes, size)
                 buffer.array[length : length + len(packed)] = packed
                 length += len(packed)
-        self._sent(length).copy_(buffer.numbers(length), non_blocking=True)
-        buffer.mark()
+        buffer.send(self._static, length)
 
     def _pack(self, groups: tuple[PrefixGroup, ...], size: int) -> NDArray[np.int64]:
         """The fields of `prefixes`: steps have the same groups, as one object, while the same rows decode."""

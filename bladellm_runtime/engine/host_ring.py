@@ -4,7 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from bladellm_kernels.pinned_copy import copy_from_device, copy_to_device
 from numpy.typing import NDArray
+
+from bladellm_runtime.engine.current_stream import CurrentStream
 
 
 class Leading:
@@ -24,20 +27,35 @@ class Leading:
 class HostBuffer:
     """int64 host memory, pinned for a CUDA device, as its first `numbers`; `array` is the same memory for numpy."""
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        tensor = torch.zeros(length, dtype=torch.int64, pin_memory=cuda)
+    def __init__(self, length: int, stream: CurrentStream | None) -> None:
+        """stream: of a CUDA device, None for a CPU."""
+        tensor = torch.zeros(length, dtype=torch.int64, pin_memory=stream is not None)
         self.numbers = Leading(tensor)
         self.array: NDArray[np.int64] = tensor.numpy()
-        self.copied: Any = torch.cuda.Event() if cuda else None
+        self._stream = stream
+        self.copied: Any = None if stream is None else torch.cuda.Event()
+        """Of the copy queued last, which uses this buffer until then; None on a CPU."""
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Note that the copy queued last on a stream, the current one where None, uses this buffer until it is done."""
-        if self.copied is not None:
-            self.copied.record(stream)
+    def send(self, target: torch.Tensor, count: int) -> None:
+        """Queue a copy of the first numbers to the beginning of an int64 array, on the current stream."""
+        if self._stream is None:
+            target[:count].copy_(self.numbers(count))
+            return
+        stream = self._stream()
+        copy_to_device(target, self.numbers(count), stream)
+        self.copied.record(stream)
+
+    def receive(self, source: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """Queue a copy of an int64 array on a stream, None on a CPU. Returns the numbers that it comes to."""
+        numbers = self.numbers(len(source))
+        if stream is None:
+            return numbers.copy_(source)
+        copy_from_device(numbers, source, stream)
+        self.copied.record(stream)
+        return numbers
 
     def wait(self) -> None:
-        """Return when that copy is done."""
+        """Return when the copy queued last is done."""
         if self.copied is not None and not self.copied.query():
             self.copied.synchronize()
 
@@ -47,7 +65,8 @@ class HostRing:
 
     def __init__(self, length: int, device: torch.device, in_flight: int) -> None:
         """in_flight: steps between a launch and the reading of its result, at most."""
-        self._buffers = [HostBuffer(length, device) for _ in range(in_flight)]
+        stream = CurrentStream(device) if device.type == "cuda" else None
+        self._buffers = [HostBuffer(length, stream) for _ in range(in_flight)]
         self._turn = 0
 
     def next(self) -> HostBuffer:

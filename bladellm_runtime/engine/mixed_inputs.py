@@ -215,8 +215,7 @@ class MixedInputs:
         if layout.max_loras:
             _fill_adapters(layout.adapters(host), None if flat is None else flat.adapters)
         length = layout.numbers if self.adapted or flat is None else layout.first_adapter
-        self._static[:length].copy_(buffer.numbers(length), non_blocking=True)
-        buffer.mark()
+        buffer.send(self._static, length)
         return True
 
     def logit_tokens(self, flat: FlatPlan, size: int) -> Tensor | None:

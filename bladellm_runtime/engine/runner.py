@@ -17,11 +17,11 @@ from bladellm_kernels.prefill_calls import PlannedCalls
 from bladellm_runtime.engine.captured_sampling import captured_sampling
 from bladellm_runtime.engine.cascade import Cascade
 from bladellm_runtime.engine.cuda_capture import Capture
-from bladellm_runtime.engine.host_ring import HostRing
 from bladellm_runtime.engine.inputs import FlatPlan, SlotTokens, StepInputs, build_inputs, flatten
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.mixed_graphs import MixedGraphs
 from bladellm_runtime.engine.prompt_scores import score_prompts
+from bladellm_runtime.engine.result_copies import ResultCopies
 from bladellm_runtime.engine.running_step import RunningStep, read_result
 from bladellm_runtime.engine.sampler import SampleOutputs, Sampler
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -74,11 +74,8 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._replays_mixed = True
-        self._results = HostRing(num_slots, arena.device, self._stage.in_flight)
-        self._copied: torch.cuda.Event | None = None
-        self._copies = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
-        self._sampled = torch.cuda.Event() if self._copies else None
-        self._worker = None if self._copies else concurrent.futures.ThreadPoolExecutor(1, "runner")
+        self._results = ResultCopies(arena, self._stage.in_flight)
+        self._worker = None if arena.device.type == "cuda" else concurrent.futures.ThreadPoolExecutor(1, "runner")
         self.queued: Callable[[], object] = _nothing
         """Called in a launch when the device has something of the step to begin with."""
 
@@ -235,7 +232,7 @@ class ModelRunner:
             step.sample(step, masks)
             step.sample = None
         self._stage.end(self._last_token)
-        self._copy_results(step)
+        self._results.take(step)
 
     def _run_flat(self, plan: StepPlan, adapters: Ints | None) -> RunningStep:
         """A step of any rows: replayed up to the final norm, or not."""
@@ -304,9 +301,7 @@ class ModelRunner:
         if masks is not None:
             masks.apply(logits)
             step.keep.append(masks)
-        if self._copied is not None:
-            # The tokens of the step before must have left the memory that these come to.
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        self._results.keep_tokens()
         tokens = graphs.sample(step.plan, size, stage)
         step.outputs = SampleOutputs(tokens, tokens)
 
@@ -315,44 +310,6 @@ class ModelRunner:
         inputs = self._sampler.prepare(step.plan)
         step.outputs = self._sampler.sample(logits, inputs, self._last_token, masks)
         step.keep += [inputs, masks]
-
-    def _copy_results(self, step: RunningStep) -> None:
-        """Replace the step's results by host copies; on CUDA on the second stream, for which the next step does not
-        wait."""
-        outputs, buffer = step.outputs, self._results.next()
-        if outputs is None:
-            step.done = self._mark_end()
-            return
-        host = buffer.numbers(len(outputs.tokens))
-        if self._copies is None or self._sampled is None:
-            outputs.tokens = host.copy_(outputs.tokens)
-            return
-        # One event for all steps, and the stream as its own context: `wait_stream` and `torch.cuda.stream` take longer.
-        self._sampled.record()
-        self._copies.wait_event(self._sampled)
-        with self._copies:
-            step.keep += [outputs.tokens, outputs.logprob_ids, outputs.logprobs]
-            outputs.tokens = host.copy_(outputs.tokens, non_blocking=True)
-            if outputs.logprob_ids is not None and outputs.logprobs is not None:
-                outputs.logprob_ids = _pinned_copy(outputs.logprob_ids)
-                outputs.logprobs = _pinned_copy(outputs.logprobs)
-            for scored in step.scored:
-                step.keep += [scored.ids, scored.logprobs]
-                scored.ids, scored.logprobs = _pinned_copy(scored.ids), _pinned_copy(scored.logprobs)
-            buffer.mark(self._copies)
-        self._copied = buffer.copied
-        # Copies of KV to the host may take longer than the next step: that one waits for the tokens alone.
-        step.done = self._copies.record_event() if self._arena.join_moves(self._copies) else buffer.copied
-
-    def _mark_end(self) -> torch.cuda.Event | None:
-        """Behind the step and the copies of KV to the host that it began."""
-        if self._copies is None or self._sampled is None:
-            return None
-        self._sampled.record()
-        self._copies.wait_event(self._sampled)
-        self._arena.join_moves(self._copies)
-        done: torch.cuda.Event = self._copies.record_event()
-        return done
 
     def add_stats(self, stats: EngineStats) -> None:
         """Fill in what mapping KV memory took, and the kernels that had to be compiled in the middle of a step."""
@@ -383,10 +340,6 @@ class ModelRunner:
         """Let go of what can be without the device, which is lost and may hang."""
         if self._worker is not None:
             self._worker.shutdown(wait=False)
-
-
-def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _nothing() -> None:

@@ -1,13 +1,14 @@
 """Time ragged prefill attention beside torch's attention on plain tensors.
 
 python kernels/benchmarks/prefill_attention.py [--heads 32x8x128] [--cases 8192 2048+5000 512,512,2048+8192]
-                                               [--formats no_quant int8] [--ways operator triton] [--json]
+                                               [--formats no_quant int8] [--ways operator triton] [--captured 16]
 
 A case is a batch of chunks, QUERIES or QUERIES+PREFIX each. 100 % is the better of the cuDNN and the flash back end of
 `scaled_dot_product_attention` on a whole sequence of contiguous tensors, and for a prefix the same rate of operations
-as that of the case's queries without mask against all its keys; `masked` are these back ends on what the case asks for,
-with a mask. Operations are those of the visible scores. Before a way is timed, some rows of its output, NaN until then,
-are compared with attention in float32.
+as that of the case's queries without mask against all its keys (`all keys` is the time of that); `masked` are these
+back ends on what the case asks for, with a mask. Operations are those of the visible scores. With `--captured` a figure
+is that of one of so many calls in a CUDA graph. Before a way is timed, some rows of its output, NaN until then, are
+compared with attention in float32.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from bladellm_kernels.one_pass_gate import one_pass_takes
 from bladellm_kernels.prefill_costs import SCRATCH_ELEMENTS
 from bladellm_kernels.prefill_tiles import Span, TileShape
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, takes_kernels
+from gpu_timing import capture
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
@@ -71,11 +73,15 @@ class Setting:
     device: str
     repeats: int
     layers: int
+    captured: int
 
     def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
         """(least of several runs, first run)."""
         first = self._once(work)
-        return min(self._once(work) for _ in range(self.repeats)), first
+        if not self.captured or self.device == "cpu":
+            return min(self._once(work) for _ in range(self.repeats)), first
+        replay = capture([work] * self.captured).replay
+        return min(self._once(replay) for _ in range(self.repeats)) / self.captured, first
 
     def _once(self, work: Callable[[], object]) -> float:
         if self.device == "cpu":
@@ -151,7 +157,10 @@ def library_rate(setting: Setting, spans: list[Span]) -> dict[str, float]:
                 lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
             )
         rates[name] = done / seconds
-    return rates | ({} if causal else _masked_rates(setting, span, q, k, v))
+    if causal:
+        return rates
+    everything = operations([span], setting.heads) * max(rates.values()) / done
+    return rates | {"all keys": everything} | _masked_rates(setting, span, q, k, v)
 
 
 def _backends(setting: Setting) -> dict[str, SDPBackend]:
@@ -252,7 +261,7 @@ def measure(
     spans, label = parse_case(case), "x".join(map(str, setting.heads))
     done = operations(spans, setting.heads)
     rates = library_rate(setting, spans)
-    best = max(rate for name, rate in rates.items() if not name.endswith("masked"))
+    best = max(rates[name] for name in _backends(setting))
     for name, rate in rates.items():
         yield Result(label, case, f"torch {name}", done / rate * 1e6, rate / 1e12, rate / best, 0.0)
     tokens = sum(span.query_len for span in spans)
@@ -283,8 +292,9 @@ def main(arguments: list[str] | None = None) -> None:
     for heads in args.heads:
         query_heads, kv_heads, head_dim = map(int, heads.split("x"))
         setting = Setting(
-            (query_heads, kv_heads, head_dim), getattr(torch, args.dtype), args.device, args.repeats, args.layers
-        )
+            heads=(query_heads, kv_heads, head_dim), dtype=getattr(torch, args.dtype), device=args.device,
+            repeats=args.repeats, layers=args.layers, captured=args.captured,
+        )  # fmt: skip
         for case in args.cases:
             for each in measure(setting, case, args.formats, args.paged, tile, args.ways):
                 print(json.dumps(asdict(each)) if args.json else _line(each), flush=True)
@@ -292,7 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _line(result: Result) -> str:
     figures = (
-        f"{result.microseconds:,.0f} | {result.tflops:.1f} | {result.share:.1%} | {result.first_seconds * 1e3:.0f}"
+        f"{result.microseconds:,.1f} | {result.tflops:.1f} | {result.share:.1%} | {result.first_seconds * 1e3:.0f}"
     )
     return f"| {result.heads} | {result.case} | {result.name} | {figures} |"
 
@@ -309,6 +319,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tile", help="ROWSxKEYSxWARPSxSTAGES of the Triton kernel")
     parser.add_argument("--ways", nargs="+", help="only these, by their names in the table")
     parser.add_argument("--repeats", type=int, default=20, help="timed runs, of which the least counts")
+    parser.add_argument("--captured", type=int, default=0, help="calls in a CUDA graph, of which one is timed")
     parser.add_argument("--json", action="store_true", help="a line of JSON a measurement")
     return parser
 

@@ -91,6 +91,9 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuFuncGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),
     # Configuration, function, addresses of the arguments, other ways to pass them.
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    # Target, source, bytes, stream.
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     # Map, type, rank, tensor, sizes, strides, box, steps in it, interleaving, swizzle, promotion, what is outside.
     "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint32, c_void_p, *(c_void_p,) * 4, *(c_int,) * 4),
 }
@@ -98,7 +101,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class DriverLibrary:
-    """The functions of libcuda that kernels and tensor maps take."""
+    """The functions of libcuda that kernels, tensor maps and copies take."""
 
     def __init__(self, functions: Any) -> None:
         """functions: as `ctypes.CDLL` has them. Raises AttributeError where one is missing."""

@@ -58,7 +58,7 @@ def watch_steps(core: EngineCore) -> Clocks:
     clocks.watch(runner, "collect", "collect")
     clocks.watch(runner._arena, "submit", "submit memory")
     clocks.watch(runner._arena, "wait", "wait memory")
-    clocks.watch(runner, "_copy_results", "copy results")
+    clocks.watch(runner._results, "take", "copy results")
     if runner._graphs is not None:
         clocks.watch(runner._graphs.inputs, "send", "inputs")
         clocks.watch(runner._graphs, "forward", "replay forward")

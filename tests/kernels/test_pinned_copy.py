@@ -1,0 +1,40 @@
+"""Copies by the driver's functions: what they refuse, and on a GPU what arrives, on which stream, and when."""
+
+import pytest
+import torch
+from bladellm_kernels import pinned_copy
+from bladellm_kernels.pinned_copy import copy_from_device, copy_to_device
+
+WRONG = {
+    "another type": (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)),
+    "more than there is room for": (torch.zeros(4), torch.zeros(5)),
+    "rows with gaps": (torch.zeros(8), torch.zeros(4, 4)[:, :2]),
+    "into rows with gaps": (torch.zeros(4, 4)[:, :2], torch.zeros(8)),
+}
+
+
+@pytest.mark.parametrize("target, source", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("copy", [copy_to_device, copy_from_device])
+def test_tensors_that_do_not_fit_are_refused(copy, target, source):
+    with pytest.raises(ValueError, match="is not copied to"):
+        copy(target, source, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("by_driver", [True, False])
+def test_numbers_arrive_where_and_when_the_stream_says(by_driver, monkeypatch):
+    if not by_driver:
+        monkeypatch.setattr(pinned_copy, "_driver", lambda: None)
+    stream, count = torch.cuda.Stream(), int(torch.randint(1, 5000, ()))
+    sent = torch.randint(-(2**62), 2**62, (count,)).pin_memory()
+    there = torch.zeros(count + 3, dtype=torch.int64, device="cuda")
+    back = torch.zeros(count + 1, dtype=torch.int64, pin_memory=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+    copy_to_device(there, sent, stream)
+    copy_from_device(back, there[:count], stream)
+    assert not stream.query() and not back.any()  # queued behind what the stream does
+    stream.synchronize()
+    assert back[:count].equal(sent) and there[count:].eq(0).all() and back[count] == 0
