@@ -90,7 +90,8 @@ class DecodeInputs:
         have adapters."""
         arrays = self.arrays(size)
         return ForwardBatch(
-            input_ids=last_token.index_select(0, arrays.slots),
+            input_ids=last_token,
+            id_slots=arrays.slots,
             positions=arrays.positions,
             kv_rows=arrays.kv_rows,
             granule_rows=arrays.granule_rows if self._tabled else None,

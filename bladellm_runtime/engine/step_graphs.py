@@ -172,6 +172,7 @@ class StepGraphs:
         def forward(setting: DecodeSetting) -> None:
             batch = self._batch(size)
             batch.setting = setting
+            batch.reserve_works(self._model.spec.windows)
             self._model.decode(batch, out=out)
 
         samplings: list[Work] = []

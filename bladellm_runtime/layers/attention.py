@@ -67,7 +67,9 @@ class Attention:
         cos, sin: tables of the step's positions. norm: of what reads the stream next.
         """
         kv = batch.kv.layer(self.layer)
-        q = self._store(stream.linear(self.qkv), kv, batch, cos, sin)
+        qkv = stream.linear(self.qkv)
+        self._plan(batch)
+        q = self._store(qkv, kv, batch, cos, sin)
         return stream.add(self.output, self._attend(q, kv, batch).flatten(1), norm)
 
     def of_wanted(
@@ -101,6 +103,16 @@ class Attention:
         )
         return kept.add(self.output, attended.flatten(1), norm)
 
+    def _plan(self, batch: ForwardBatch) -> None:
+        """Have decode attention planned, which the first layer of a window does: beside its projection, where that has
+        let the next kernel start."""
+        if batch.num_decode and not self._reads_once(batch):
+            batch.decode_work(self.shape.window)
+
+    def _reads_once(self, batch: ForwardBatch) -> bool:
+        """Whether what decode rows share is read once."""
+        return batch.prefixes is not None and self.shape.window is None
+
     def _store(
         self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
@@ -130,7 +142,7 @@ class Attention:
     def _attend_decodes(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         rows = (batch.decode_base_rows, batch.decode_slots, batch.decode_kv_lens)
         scale, window, prefixes = self.shape.scale, self.shape.window, batch.prefixes
-        if prefixes is not None and window is None:
+        if prefixes is not None and self._reads_once(batch):
             cascade_decode_attention(q, kv, *rows, scale, prefixes, batch.cascade_work(prefixes), out)
             return
         work = batch.decode_work(window)

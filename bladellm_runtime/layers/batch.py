@@ -1,5 +1,6 @@
 """`ForwardBatch`: everything a forward pass reads about its step, made once by the runner, never changed by a layer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +56,8 @@ class ForwardBatch:
     attention. prefixes: beginnings that decode rows share, read once in layers without a window; cascade: where that is
     planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last layer then attends, and has
     its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the forward pass; None on the
-    first stage, which alone reads input_ids. adapters: of the tokens; None where none of them has one.
+    first stage, which alone reads input_ids. adapters: of the tokens; None where none of them has one. id_slots: int64
+    [T], where input_ids have the newest token of every slot: those of the step's tokens.
     """
 
     input_ids: torch.Tensor
@@ -80,15 +82,31 @@ class ForwardBatch:
     wanted: WantedTokens | None = None
     hidden: torch.Tensor | None = None
     adapters: TokenAdapters | None = None
+    id_slots: torch.Tensor | None = None
+    _reserved: dict[int | None, DecodeWork] = field(default_factory=dict)
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
     _cascade_work: CascadeWork | None = None
 
+    def reserve_works(self, windows: Iterable[int | None]) -> None:
+        """Have the plans of decode attention made beside other kernels of the step, which a graph captures: before the
+        first of them."""
+        if self.workspace is not None:
+            for window in set(windows):
+                self._reserved[window] = self.workspace.reserve(self.num_decode, window, setting=self.setting)
+
     def decode_work(self, window: int | None) -> DecodeWork | None:
-        """How decode attention shares out this step's work: planned once for all layers that see the same window."""
+        """How decode attention shares out this step's work: planned once for all layers that see the same window, when
+        it is asked for first."""
         if self.workspace is None:
             return None
         if window not in self._works:
-            self._works[window] = self.workspace.plan(self.decode_kv_lens, window, setting=self.setting)
+            work = self._reserved.get(window)
+            if work is None:
+                work = self.workspace.plan(self.decode_kv_lens, window, setting=self.setting)
+            else:
+                # The graph's inputs were there before its first kernel, and so was this memory, for nobody else.
+                self.workspace.fill(work, self.decode_kv_lens, settled=True)
+            self._works[window] = work
         return self._works[window]
 
     def cascade_work(self, prefixes: SharedPrefixes) -> CascadeWork | None:

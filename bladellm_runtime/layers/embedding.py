@@ -10,6 +10,7 @@ class Embedding:
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [T], each in [0, vocab) -> [T, hidden]."""
-        return embedding(input_ids, self.weight)
+    def __call__(self, input_ids: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """input_ids int64 [T], each in [0, vocab) -> [T, hidden]; of slots, int64 [T], those of input_ids that these
+        say."""
+        return embedding(input_ids, self.weight, slots)

@@ -75,8 +75,8 @@ class VocabParallelEmbedding(Embedding):
         self._communicator = communicator
         self._first = communicator.rank * len(weight)
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self._communicator.all_reduce(embedding(input_ids, self.weight, first=self._first))
+    def __call__(self, input_ids: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        return self._communicator.all_reduce(embedding(input_ids, self.weight, slots, first=self._first))
 
 
 class VocabParallelHead(LinearLayer):

@@ -226,7 +226,7 @@ class Decoder:
 
     def _start(self, batch: ForwardBatch) -> torch.Tensor:
         if self.embedding is not None:
-            return self.embedding(batch.input_ids)
+            return self.embedding(batch.input_ids, batch.id_slots)
         if batch.hidden is None:
             raise ValueError("a stage that is not the first needs what the one before it has left")
         return batch.hidden

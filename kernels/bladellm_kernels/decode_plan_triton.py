@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.decode_schedule import DecodeSchedule
+from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.power_of_two import power_of_two
 
 _LENGTHS = tl.constexpr(4)
@@ -43,9 +44,11 @@ def decode_plan_kernel(
     SEGMENT: tl.constexpr,
     BATCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program. count: programs of a KV head; those that get no block have an empty range. SEGMENT: blocks that
-    could be read in the time that a segment takes beside its own."""
+    could be read in the time that a segment takes beside its own. EARLY: it runs beside the kernels before it."""
+    let_next_start(EARLY)
     sequence = tl.arange(0, BATCH)
     inside = sequence < batch
     kv_len = tl.load(kv_lens + sequence, mask=inside, other=0).to(tl.int32)
@@ -79,12 +82,17 @@ def decode_plan_kernel(
     segments = tl.where(blocks > 0, reached - started + 1, 0)
     tl.store(row + 3, started - 1 + sequence, mask=inside)
     tl.store(row + 4, segments, mask=inside)
-    merged = inside & ((segments != 1) | (SHARES & (skipped > 0)))
-    tl.store(merges + tl.cumsum(merged.to(tl.int32)), sequence, mask=merged)
-    tl.store(merges, tl.sum(merged.to(tl.int32)))
-    empty = inside & (segments == 0)
-    tl.store(empties + tl.cumsum(empty.to(tl.int32)), sequence, mask=empty)
-    tl.store(empties, tl.sum(empty.to(tl.int32)))
+    _list(merges, sequence, inside & ((segments != 1) | (SHARES & (skipped > 0))))
+    _list(empties, sequence, inside & (segments == 0))
+    # Whoever ends says that the kernels before it have ended, too.
+    wait_for_inputs(EARLY)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list(place: tl.tensor, sequence: tl.tensor, wanted: tl.tensor) -> None:
+    """How many are wanted, and which."""
+    tl.store(place + tl.cumsum(wanted.to(tl.int32)), sequence, mask=wanted)
+    tl.store(place, tl.sum(wanted.to(tl.int32)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -185,9 +193,10 @@ def launch(
     sequences: torch.Tensor,
     merges: torch.Tensor,
     empties: torch.Tensor,
+    settled: bool = False,
 ) -> None:
     """Fill `programs`, `sequences`, `merges` and `empties` (see `DecodeWork`) for sequences of kv_lens; shares:
-    tokens of each that are not read with it, or None."""
+    tokens of each that are not read with it, or None. settled: as of `DecodeWorkspace.fill`."""
     batch, count = len(sequences), len(programs)
     if batch == 0:
         programs.zero_()
@@ -205,4 +214,5 @@ def launch(
         BATCH=power_of_two(batch),
         PROGRAMS=power_of_two(count),
         num_warps=8,
+        **(early_launch(kv_lens.device) if settled else {"EARLY": False}),
     )  # fmt: skip

@@ -159,25 +159,43 @@ class DecodeWorkspace:
         `ragged_decode_attention`; reads, shares: see `DecodeWork`. Queues one small kernel and never waits. Valid until
         the next step's plan.
         """
-        from bladellm_kernels.decode_plan_triton import launch
+        work = self.reserve(len(kv_lens), window, query_len, reads, shares, setting)
+        self.fill(work, kv_lens)
+        return work
 
-        batch = kv_lens.shape[0]
+    def reserve(
+        self,
+        batch: int,
+        window: int | None = None,
+        query_len: int = 1,
+        reads: str = "all",
+        shares: torch.Tensor | None = None,
+        setting: DecodeSetting = ALONE,
+    ) -> DecodeWork:
+        """The memory of a `plan` for so many sequences, to `fill`."""
         if batch > self.max_batch or not 1 <= query_len <= self.max_query_len:
             raise ValueError(
                 f"the workspace holds {self.max_batch} sequences of {self.max_query_len} queries, "
                 f"asked for {batch} of {query_len}"
             )
         count, schedule = self.programs(query_len, batch, setting), self.schedule(query_len, batch, setting)
-        programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=kv_lens.device)
-        sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=kv_lens.device)
+        programs = torch.empty(count, PROGRAM_FIELDS, dtype=torch.int32, device=self.device)
+        sequences = torch.empty(batch, SEQUENCE_FIELDS, dtype=torch.int32, device=self.device)
         # Each for itself: kernels are compiled for pointers at whole 16 bytes.
-        merges = torch.empty(1 + batch, dtype=torch.int32, device=kv_lens.device)
+        merges = torch.empty(1 + batch, dtype=torch.int32, device=self.device)
         empties = torch.empty_like(merges)
-        skipped = shares if reads == "own" else None
-        launch(kv_lens, skipped, window, query_len, schedule, programs, sequences, merges, empties)
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
         return DecodeWork(
             programs, sequences, merges, empties, self.arrived, partial, lse, window, query_len, schedule, reads, shares
         )
+
+    def fill(self, work: DecodeWork, kv_lens: torch.Tensor, settled: bool = False) -> None:
+        """Make the plan of reserved work. settled: no kernel that is still at work when the one before this starts
+        writes kv_lens, or uses the memory reserved: then this runs beside that one."""
+        from bladellm_kernels.decode_plan_triton import launch
+
+        skipped = work.shares if work.reads == "own" else None
+        parts = (work.programs, work.sequences, work.merges, work.empties)
+        launch(kv_lens, skipped, work.window, work.query_len, work.schedule, *parts, settled)
