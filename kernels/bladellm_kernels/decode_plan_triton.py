@@ -13,8 +13,6 @@ from bladellm_kernels.power_of_two import power_of_two
 _LENGTHS = tl.constexpr(4)
 """Lengths of a range that are tried, with and without room for what segments cost."""
 _MOST = tl.constexpr(2**30)
-_STEPS = tl.constexpr(20)
-"""Enough halvings for as many sequences and programs as there may be."""
 
 
 class Table(NamedTuple):
@@ -173,13 +171,15 @@ def _passed(
     """How many of `count` ascending sums, numbers + room · ranks, FIELDS apart each, are not above `place`. MOST: a
     power of two not below count."""
     passed = place * 0
-    for step in tl.static_range(_STEPS):
-        if MOST >> step >= 1:
-            tried = passed + (MOST >> step) - 1
-            known = tried < count
-            number = tl.load(numbers + tried * FIELDS, mask=known, other=_MOST)
-            rank = tl.load(ranks + tried * FIELDS, mask=known, other=0)
-            passed = tl.where(number + room * rank <= place, tried + 1, passed)
+    # A loop, not unrolled: that takes seven times as long to compile, for each kind of batch.
+    half = count * 0 + MOST
+    while half >= 1:
+        tried = passed + half - 1
+        known = tried < count
+        number = tl.load(numbers + tried * FIELDS, mask=known, other=_MOST)
+        rank = tl.load(ranks + tried * FIELDS, mask=known, other=0)
+        passed = tl.where(number + room * rank <= place, tried + 1, passed)
+        half //= 2
     return passed
 
 
