@@ -25,3 +25,9 @@ def alone() -> Iterator[None]:
 def few_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without the charts of single levels, which take as long as a level; other tests have those."""
     monkeypatch.setattr(reporting, "run_charts", lambda levels: [])
+
+
+@pytest.fixture
+def no_charts(few_charts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without any chart, for tests of what was measured, not of how it looks."""
+    monkeypatch.setattr(reporting, "curve_charts", lambda levels, slo, crossings: [])
