@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bladellm_tools.bench import reporting
+from bladellm_tools.bench import endpoints, reporting
 
 
 @pytest.fixture
@@ -19,6 +19,12 @@ def alone() -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / "bladellm-bench-timing.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture
+def soon_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are started are asked more often than by default whether they answer."""
+    monkeypatch.setattr(endpoints, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.bench.commanding import bench, short
 from tests.support.cases import some_of
 from tests.tools.command import ROOT, command
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("alone", "soon_seen")
 
 
 def mock_command(**settings: object) -> str:
@@ -150,7 +150,7 @@ def test_compare_starts_servers_in_turn(tmp_path, no_charts) -> None:
         f"{name}=cmd:{sys.executable} {script} {name} " + mock_command(ttft=ttft, tbt=0.001).removeprefix("cmd:")
         for name, ttft in (("a", 0.005), ("b", 0.01))
     ]
-    flags = short("--qps", "50", "--num_requests", "10", "--repeats", "2")
+    flags = short("--qps", "100", "--num_requests", "10", "--repeats", "2")
     done = bench("compare", "--endpoint", *endpoints, *flags, folder=folder)
     assert done.code == 0, done.err
     assert log.read_text().split("\n")[:-1] == ["start a", "stop a", "start b", "stop b", "start a", "stop a"]
