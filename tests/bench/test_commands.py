@@ -215,7 +215,7 @@ def test_no_server_is_one_sentence(tmp_path) -> None:
 def test_an_interruption_keeps_what_was_measured_and_stops_the_server(number: signal.Signals, tmp_path) -> None:
     folder = tmp_path / "out"
     line = [*command_without_charts(), "sweep", "--endpoint", "mock=" + mock_command(ttft=0.01, tbt=0.001)]
-    line += [*short("--qps", "20,21", quiet=False), "--duration", "0.8", "--repeats", "1", "--out", str(folder)]
+    line += [*short("--qps", "20,21", quiet=False), "--duration", "1.2", "--repeats", "1", "--out", str(folder)]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "20 QPS" in process.stderr.readline()
@@ -235,7 +235,7 @@ def test_what_was_measured_outlives_a_kill(tmp_path, no_charts) -> None:
     stored = folder / "benchmark.json"
     with MockProcess(MockArgs(ttft=0.01, tbt=0.001)) as mock:
         line = [*command("blade_llm_bench"), "sweep", "--endpoint", f"mock={mock.url}"]
-        line += [*short("--qps", "30,31,32"), "--duration", "0.5", "--repeats", "1", "--out", str(folder)]
+        line += [*short("--qps", "30,31,32"), "--duration", "0.8", "--repeats", "1", "--out", str(folder)]
         process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while '"runs": 2' not in (stored.read_text() if stored.exists() else ""):
             assert process.poll() is None, process.communicate()[1]
