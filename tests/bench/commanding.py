@@ -9,7 +9,7 @@ from bladellm_tools import cli
 from bladellm_tools.bench.records import Benchmark
 from bladellm_tools.bench.storage import load
 
-SHORT = "--input_len 8 --output_len 8 --warmup 0.2 --drain_limit 5 --min_requests 10"
+SHORT = "--input_len 8 --output_len 8 --warmup 0.1 --drain_limit 5 --min_requests 10"
 
 
 @dataclass(frozen=True)

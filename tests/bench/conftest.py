@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bladellm_tools.bench import reporting
+from bladellm_tools.bench import endpoints, reporting
 
 
 @pytest.fixture
@@ -22,6 +22,18 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture
+def soon_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are started are asked more often than by default whether they answer."""
+    monkeypatch.setattr(endpoints, "POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
 def few_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without the charts of single levels, which take as long as a level; other tests have those."""
     monkeypatch.setattr(reporting, "run_charts", lambda levels: [])
+
+
+@pytest.fixture
+def no_charts(few_charts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without any chart, for tests of what was measured, not of how it looks."""
+    monkeypatch.setattr(reporting, "curve_charts", lambda levels, slo, crossings: [])

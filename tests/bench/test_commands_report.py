@@ -3,19 +3,22 @@
 import io
 import re
 import warnings
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from bladellm_tools.bench import charts, plot_style
 from bladellm_tools.bench.charts import curve_charts
 from bladellm_tools.bench.client import LiveEvent
 from bladellm_tools.bench.figures import level_figures
 from bladellm_tools.bench.live import Counts, PlainView, level_line
 from bladellm_tools.bench.live_screen import picture
 from bladellm_tools.bench.metrics import summarise
-from bladellm_tools.bench.plot_style import DARK, LIGHT
+from bladellm_tools.bench.plot_curves import CurveChart, draw_curves
+from bladellm_tools.bench.plot_style import DARK, LIGHT, PNG_DPI, SIZE, Chart
 from bladellm_tools.bench.records import Benchmark, Load
 from bladellm_tools.bench.reporting import make_report
 from bladellm_tools.bench.slo import parse_slo
@@ -26,6 +29,26 @@ from tests.bench.synthetic import answered, run_of
 
 SLO = parse_slo(["ttft_p99=500ms", "tbt_p99=50ms"])
 PNG = b"\x89PNG\r\n\x1a\n"
+COARSE_DPI = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse_pictures() -> Iterator[None]:
+    """Pictures of few dots, which are drawn sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot_style, "PNG_DPI", COARSE_DPI)
+        yield
+
+
+@pytest.fixture
+def first_curve_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the curves, TTFT over load is drawn; the others stay empty."""
+
+    def draw(chart: CurveChart) -> Chart:
+        drawn = chart.name == "ttft_over_load"
+        return draw_curves(chart) if drawn else Chart(chart.name, chart.title, chart.caption, "", b"")
+
+    monkeypatch.setattr(charts, "draw_curves", draw)
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +129,16 @@ def test_every_chart_is_a_picture_too(report) -> None:
     for path in pictures:
         data = path.read_bytes()
         assert data.startswith(PNG)
-        assert int.from_bytes(data[16:20]) > 700
+        assert int.from_bytes(data[16:20]) == int(SIZE[0] * COARSE_DPI)
 
 
-def test_p50_is_solid_p99_dashed_and_the_crossing_marked(report) -> None:
+def test_pictures_are_fine_enough_to_print(monkeypatch) -> None:
+    monkeypatch.setattr(plot_style, "PNG_DPI", PNG_DPI)
+    chart = draw_curves(CurveChart("one", "One", "", "x", "y", []))
+    assert int.from_bytes(chart.png[16:20]) > 700
+
+
+def test_p50_is_solid_p99_dashed_and_the_crossing_marked(report, first_curve_only) -> None:
     levels = level_figures(report[1], SLO)
     plain, marked = (curve_charts(levels, SLO, crossings)[0].svg for crossings in ({}, {SLO[0]: {"ours": 17.25}}))
     assert "stroke-dasharray" in plain
@@ -184,7 +213,7 @@ def test_answers_without_a_token_make_a_report_without_a_warning(tmp_path) -> No
         make_report(Benchmark("empty", {}, {}, [run_of(records)]), SLO, tmp_path, store=True, vllm_names=False)
 
 
-def test_more_servers_than_colours_are_drawn() -> None:
+def test_more_servers_than_colours_are_drawn(first_curve_only) -> None:
     runs = [simulated_run(f"server{number}", 5, seconds=4) for number in range(len(LIGHT.series) + 1)]
     (chart, *_) = curve_charts(level_figures(Benchmark("Many", {}, {}, runs)), [], {})
     assert all(f"server{number} p50" in chart.svg for number in range(len(runs)))
