@@ -11,12 +11,15 @@ from torch import Tensor
 
 from bladellm_kernels.cuda_kernel import DriverLibrary, driver_library
 
+INVALID_CONTEXT = 201
+"""CUresult, CUDA_ERROR_INVALID_CONTEXT: of a thread that has not used the device yet."""
+
 
 def copy_to_device(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
     """Queue a copy of all of a host tensor to the beginning of one on the device, both contiguous and of one type.
 
-    Asynchronous where `source` is pinned: it must stay as it is until the copy is done. The calling thread has used the
-    device before. Raises ValueError for tensors that do not fit, RuntimeError with the driver's error.
+    Asynchronous where `source` is pinned: it must stay as it is until the copy is done. Raises ValueError for tensors
+    that do not fit, RuntimeError with the driver's error.
     """
     _queue("cuMemcpyHtoDAsync_v2", target, source, stream)
 
@@ -35,7 +38,12 @@ def _queue(name: str, target: Tensor, source: Tensor, stream: torch.cuda.Stream)
         with torch.cuda.stream(stream):
             target.view(-1)[: source.numel()].copy_(source.view(-1), non_blocking=True)
         return
-    driver.call(name, target.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
+    given = (target.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
+    status = getattr(driver.functions, name)(*given)
+    if status == INVALID_CONTEXT:
+        stream.query()  # makes torch's own context the thread's
+        status = getattr(driver.functions, name)(*given)
+    driver.check(name, status)
 
 
 @cache

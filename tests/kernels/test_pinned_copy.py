@@ -1,8 +1,13 @@
 """Copies by the driver's functions: what they refuse, and on a GPU what arrives, on which stream, and when."""
 
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bladellm_kernels import pinned_copy
+from bladellm_kernels.cuda_kernel import SIGNATURES, DriverLibrary
 from bladellm_kernels.pinned_copy import copy_from_device, copy_to_device
 
 WRONG = {
@@ -18,6 +23,49 @@ WRONG = {
 def test_tensors_that_do_not_fit_are_refused(copy, target, source):
     with pytest.raises(ValueError, match="is not copied to"):
         copy(target, source, None)
+
+
+class FakeStream:
+    cuda_stream = 77
+
+    def __init__(self) -> None:
+        self.used = False
+
+    def query(self) -> bool:
+        self.used = True
+        return True
+
+
+@pytest.mark.parametrize(("answers", "error"), [([0], ""), ([201, 0], ""), ([201, 201], "201"), ([700], "700")])
+def test_a_thread_that_has_not_used_the_device_gets_its_context(answers, error, monkeypatch):
+    stream, calls, left = FakeStream(), [], list(answers)
+
+    def copy(*given):
+        calls.append((given, stream.used))
+        return left.pop(0)
+
+    functions = SimpleNamespace(**{name: SimpleNamespace() for name in SIGNATURES})
+    functions.cuMemcpyHtoDAsync_v2 = copy
+    functions.cuGetErrorName = lambda status, name: 0
+    driver = DriverLibrary(functions)
+    monkeypatch.setattr(pinned_copy, "_driver", lambda: driver)
+    target, source = torch.zeros(9), torch.zeros(5)
+    with pytest.raises(RuntimeError, match=f"cuMemcpyHtoDAsync_v2: {error}") if error else nullcontext():
+        copy_to_device(target, source, stream)
+    given = (target.data_ptr(), source.data_ptr(), 20, 77)
+    assert calls == [(given, place > 0) for place in range(len(answers))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_any_thread_may_copy():
+    sent, there = torch.randn(100).pin_memory(), torch.zeros(100, device="cuda")
+    stream = torch.cuda.Stream()
+    thread = threading.Thread(target=copy_to_device, args=(there, sent, stream))
+    thread.start()
+    thread.join()
+    stream.synchronize()
+    assert there.cpu().equal(sent)
 
 
 @pytest.mark.gpu
