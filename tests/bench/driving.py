@@ -15,7 +15,7 @@ from bladellm_tools.bench.workload import plan_requests
 
 DISTURBED_SECONDS = 0.0003
 """Of lateness, the client's and the mock's at p99 together."""
-TRIALS = 6
+TRIALS, LATE_TRIALS = 6, 3
 
 
 def closed(streams: int, requests: int) -> tuple[Load, LevelArgs]:
@@ -65,8 +65,8 @@ def undisturbed(
     """As `drive`, with `check` of the run; returns a run that passed.
 
     Where one does not pass, and client or mock say that they were kept from their work by what runs beside them, it is
-    measured again. The test is skipped where the mock was late every time, which no fault of the client can bring
-    about.
+    measured again. The test is skipped where the mock was late `LATE_TRIALS` times and never in time, which no fault of
+    the client can bring about.
     """
     lateness: list[float] = []
     for trial in range(TRIALS):
@@ -80,4 +80,6 @@ def undisturbed(
             disturbed = run.client.limited or run.client.loop_lag_p99 + lateness[-1] >= DISTURBED_SECONDS
             if not disturbed or (trial == TRIALS - 1 and min(lateness) <= DISTURBED_SECONDS):
                 raise
+        if trial + 1 >= LATE_TRIALS and min(lateness) > DISTURBED_SECONDS:
+            break
     pytest.skip(f"this machine is too busy to keep time: the mock was {min(lateness) * 1e3:.1f} ms late at p99")
