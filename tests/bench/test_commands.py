@@ -285,6 +285,8 @@ def test_capacity_is_found_by_bisection(tmp_path) -> None:
         done = bench("sweep", "--endpoint", f"mock={server.url}", "--find_capacity", *flags, folder=tmp_path / "out")
     assert done.code == 0, done.err
     (note,) = done.benchmark.notes
+    if any(run.client.limited for run in done.benchmark.runs):
+        pytest.skip(f"this machine is too busy to keep time: {note}")
     words = note.replace(",", "").split()
     passed, failed = (float(words[words.index("QPS") - 1]), float(words[-2]))
     assert passed < failed <= passed * 1.11
