@@ -97,7 +97,7 @@ class Scheduler:
     def refusal(self, request: AddRequest) -> RequestDelta | None:
         """The terminal delta of a request that can never run, or whose id is live; None for others."""
         self._tokens = tokens_of(request.prompt, self._limits.vocab_size)
-        error = refusal(request.prompt, self._tokens, self._limits, self._capacity)
+        error = refusal(self._tokens, self._limits, self._capacity)
         if request.request_id in self._roster.live:
             error = INVALID_REQUEST
         return None if error is None else RequestDelta(request.request_id, [], FinishReason.ERROR, error)

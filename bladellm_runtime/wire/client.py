@@ -153,7 +153,7 @@ class EngineClient:
             self._token_sinks[request.request_id] = token_sink
         if self.failure is not None:
             self._loop.call_soon(self._end_with_error, request.request_id, ENGINE_DEAD)
-        elif not self._send(request):
+        elif not self._send(request.packed() if isinstance(request, AddRequest) else request):
             self._loop.call_soon(self._end_with_error, request.request_id, ENGINE_OVERLOADED)
 
     def abort(self, request_ids: list[int]) -> None:

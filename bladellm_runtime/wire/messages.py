@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams
 
@@ -29,20 +30,37 @@ def front_end_of(request_id: int) -> int:
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
-    """One choice of one prompt. `choice` with the seed keys its random numbers; `params.n` is not read here.
+    """One choice of one prompt. `choice` with the seed keys its random numbers; `params.n` is not read here. prompt:
+    its tokens, or these as int32, one behind the other as memory has them.
 
     Requests with different `cache_salt` never share cached prompts. adapter: the key of a LoRA adapter, the resolved
     path of its folder; empty for the base model.
     """
 
     request_id: int
-    prompt: list[int]
+    prompt: bytes | list[int]
     params: SamplingParams
     choice: int
     arrival: float
     cache_salt: str = ""
     constraint: Constraint | None = None
     adapter: str = ""
+
+    def packed(self) -> "AddRequest":
+        """The same with its tokens as int32, which whoever decodes it need not look at one by one: 131,072 take the
+        engine 13 ms else. Unchanged where one of them is no int32; the engine refuses that."""
+        try:
+            return self if isinstance(self.prompt, bytes) else replace(self, prompt=array("i", self.prompt).tobytes())
+        except OverflowError:
+            return self
+
+    def unpacked(self) -> "AddRequest":
+        """The same with its tokens one by one."""
+        if not isinstance(self.prompt, bytes):
+            return self
+        tokens = array("i")
+        tokens.frombytes(self.prompt)
+        return replace(self, prompt=tokens.tolist())
 
 
 class MoveAdapter(msgspec.Struct, tag="adapter", frozen=True, array_like=True):

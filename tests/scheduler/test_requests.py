@@ -1,8 +1,10 @@
 """How requests are refused, answered, stopped and aborted."""
 
+import random
+
 import pytest
 
-from bladellm_runtime.request import FinishReason
+from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, RequestDelta, one_by_one
 from tests.scheduler.fake_device import EOS, VOCAB
 from tests.scheduler.simulator import Simulation
@@ -34,6 +36,29 @@ def test_a_prompt_that_can_never_run_is_refused_at_once(prompt, error):
     assert [(d.finish, d.error) for d in sim.deltas[refused]] == [(FinishReason.ERROR, error)]
     sim.finish()
     assert len(sim.tokens(other)) == 5
+
+
+@pytest.mark.parametrize("prompt", [[2**31], [3, -(2**31) - 1], [2**63], b"", b"abcde"])
+def test_what_are_no_tokens_is_refused(prompt):
+    scheduler = simulation().scheduler
+    assert scheduler.add(AddRequest(7, prompt, SamplingParams(), 0, 0.0)).error == "invalid_request"
+    assert scheduler.idle
+
+
+def test_packed_prompts_are_those_they_were():
+    prompt = [random.randrange(2, VOCAB) for _ in range(random.randint(1, 15))]
+    loads, errors = [], []
+    for _ in range(2):
+        scheduler = simulation().scheduler
+        request = AddRequest(7, prompt, SamplingParams(), 0, 0.0)
+        errors.append(scheduler.add(request.packed() if loads else request))
+        loads.append(scheduler.plan().loads[0])
+    assert errors == [None, None]
+    assert loads[0] == loads[1]
+    assert loads[0].ids().tolist() == prompt
+    for wrong in ([1, VOCAB], [-1], [3] * 300):
+        request = AddRequest(8, wrong, SamplingParams(), 0, 0.0)
+        assert scheduler.add(request.packed()).error == scheduler.add(request).error is not None
 
 
 @pytest.mark.parametrize("depth", [1, 2])

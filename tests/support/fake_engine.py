@@ -146,6 +146,8 @@ class FakeEngine:
     def _receive(self, timeout: float) -> list[RequestDelta]:
         deltas = []
         for message in self._port.receive(timeout):
+            if isinstance(message, AddRequest):
+                message = message.unpacked()
             if isinstance(message, MoveAdapter) or (isinstance(message, AddRequest) and message.adapter):
                 deltas += self._adapters.enter(message)
             elif isinstance(message, AddRequest):

@@ -84,6 +84,14 @@ def test_front_messages_survive_the_wire(message):
     assert transport.decode_front_message(transport.encode(message)) == message
 
 
+@given(requests)
+def test_packed_prompts_survive_the_wire(request):
+    arrived = transport.decode_front_message(transport.encode(request.packed()))
+    assert arrived.unpacked() == request
+    assert isinstance(arrived.prompt, bytes) == all(token < 2**31 for token in request.prompt), "as int32"
+    assert arrived.packed() == arrived
+
+
 @given(engine_messages)
 def test_engine_messages_survive_the_wire(message):
     assert transport.decode_engine_message(transport.encode(message)) == message
