@@ -20,6 +20,7 @@ from bladellm_tools.bench.records import Benchmark
 from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.storage import StorageError
 from tests.bench.commanding import bench, short
+from tests.bench.driving import DISTURBED_SECONDS
 from tests.support.cases import some_of
 from tests.tools.command import ROOT, command
 
@@ -279,14 +280,15 @@ def test_an_interruption_before_anything_leaves_no_process(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_capacity_is_found_by_bisection(tmp_path) -> None:
-    """The mock's median TTFT passes 60 ms where its queue does: near 1 / service_time = 100 QPS."""
+    """The mock's median TTFT passes 60 ms where its queue does: near 1 / service_time = 100 QPS, if enough come."""
     with MockProcess(MockArgs(ttft=0.005, tbt=0.001, service_time=0.01)) as server:
-        flags = short("--qps", "80", "--num_requests", "80", "--repeats", "1", "--slo", "ttft_p50=60ms")
+        flags = short("--qps", "80", "--num_requests", "200", "--repeats", "1", "--slo", "ttft_p50=60ms")
         done = bench("sweep", "--endpoint", f"mock={server.url}", "--find_capacity", *flags, folder=tmp_path / "out")
+        late = server.lateness()["late_p99"]
     assert done.code == 0, done.err
     (note,) = done.benchmark.notes
-    if any(run.client.limited for run in done.benchmark.runs):
-        pytest.skip(f"this machine is too busy to keep time: {note}")
+    if "the client was the limit" in note and late > DISTURBED_SECONDS:
+        pytest.skip(f"this machine is too busy to keep time: the mock was {late * 1e3:.1f} ms late at p99")
     words = note.replace(",", "").split()
     passed, failed = (float(words[words.index("QPS") - 1]), float(words[-2]))
     assert passed < failed <= passed * 1.11
