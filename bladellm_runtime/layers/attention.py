@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from bladellm_kernels.cascade_decode_attention import cascade_decode_attention
+from bladellm_kernels.cascade_decode_attention import SharedPrefixes, cascade_decode_attention
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.listed_prefill_attention import listed_prefill_attention
 from bladellm_kernels.prefill_sdpa import empty_queries
@@ -106,12 +106,12 @@ class Attention:
     def _plan(self, batch: ForwardBatch) -> None:
         """Have decode attention planned, which the first layer of a window does: beside its projection, where that has
         let the next kernel start."""
-        if batch.num_decode and not self._reads_once(batch):
+        if batch.num_decode and self._prefixes(batch) is None:
             batch.decode_work(self.shape.window)
 
-    def _reads_once(self, batch: ForwardBatch) -> bool:
-        """Whether what decode rows share is read once."""
-        return batch.prefixes is not None and self.shape.window is None
+    def _prefixes(self, batch: ForwardBatch) -> SharedPrefixes | None:
+        """What decode rows share, where the layer reads that once."""
+        return batch.prefixes if self.shape.window is None else None
 
     def _store(
         self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
@@ -141,8 +141,8 @@ class Attention:
 
     def _attend_decodes(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         rows = (batch.decode_base_rows, batch.decode_slots, batch.decode_kv_lens)
-        scale, window, prefixes = self.shape.scale, self.shape.window, batch.prefixes
-        if prefixes is not None and self._reads_once(batch):
+        scale, window, prefixes = self.shape.scale, self.shape.window, self._prefixes(batch)
+        if prefixes is not None:
             cascade_decode_attention(q, kv, *rows, scale, prefixes, batch.cascade_work(prefixes), out)
             return
         work = batch.decode_work(window)

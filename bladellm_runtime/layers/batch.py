@@ -92,7 +92,7 @@ class ForwardBatch:
         first of them."""
         if self.workspace is not None:
             for window in set(windows):
-                self._reserved[window] = self.workspace.reserve(self.num_decode, window, setting=self.setting)
+                self._reserved[window] = self.workspace.reserve(self.num_decode, window, 1, self.setting)
 
     def decode_work(self, window: int | None) -> DecodeWork | None:
         """How decode attention shares out this step's work: planned once for all layers that see the same window, when

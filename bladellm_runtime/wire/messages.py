@@ -48,19 +48,11 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, array_like=True):
 
     def packed(self) -> "AddRequest":
         """The same with its tokens as int32, which whoever decodes it need not look at one by one: 131,072 take the
-        engine 13 ms else. Unchanged where one of them is no int32; the engine refuses that."""
+        engine 11 ms else. Unchanged where one of them is no int32; the engine refuses that."""
         try:
             return self if isinstance(self.prompt, bytes) else replace(self, prompt=array("i", self.prompt).tobytes())
         except OverflowError:
             return self
-
-    def unpacked(self) -> "AddRequest":
-        """The same with its tokens one by one."""
-        if not isinstance(self.prompt, bytes):
-            return self
-        tokens = array("i")
-        tokens.frombytes(self.prompt)
-        return replace(self, prompt=tokens.tolist())
 
 
 class MoveAdapter(msgspec.Struct, tag="adapter", frozen=True, array_like=True):

@@ -78,7 +78,7 @@ class Setting:
     def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
         """(least of several runs, first run)."""
         first = self._once(work)
-        if not self.captured or self.device == "cpu":
+        if not self.captured:
             return min(self._once(work) for _ in range(self.repeats)), first
         replay = capture([work] * self.captured).replay
         return min(self._once(replay) for _ in range(self.repeats)) / self.captured, first
@@ -283,7 +283,10 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = _arguments().parse_args(arguments)
+    parser = _arguments()
+    args = parser.parse_args(arguments)
+    if args.captured and args.device == "cpu":
+        parser.error("--captured takes CUDA graphs, which --device cpu has none of")
     tile = TileShape(*map(int, args.tile.split("x"))) if args.tile else None
     if not args.json:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"

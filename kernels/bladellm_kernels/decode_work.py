@@ -159,19 +159,12 @@ class DecodeWorkspace:
         `ragged_decode_attention`; reads, shares: see `DecodeWork`. Queues one small kernel and never waits. Valid until
         the next step's plan.
         """
-        work = self.reserve(len(kv_lens), window, query_len, reads, shares, setting)
+        work = self.reserve(len(kv_lens), window, query_len, setting)
+        work.reads, work.shares = reads, shares
         self.fill(work, kv_lens)
         return work
 
-    def reserve(
-        self,
-        batch: int,
-        window: int | None = None,
-        query_len: int = 1,
-        reads: str = "all",
-        shares: torch.Tensor | None = None,
-        setting: DecodeSetting = ALONE,
-    ) -> DecodeWork:
+    def reserve(self, batch: int, window: int | None, query_len: int, setting: DecodeSetting) -> DecodeWork:
         """The memory of a `plan` for so many sequences, to `fill`."""
         if batch > self.max_batch or not 1 <= query_len <= self.max_query_len:
             raise ValueError(
@@ -187,9 +180,7 @@ class DecodeWorkspace:
         segments, rows = count + batch, query_len * self.heads
         partial = self.partial[: segments * rows * self.head_dim].view(segments, rows, self.head_dim)
         lse = self.lse[: segments * rows].view(segments, rows)
-        return DecodeWork(
-            programs, sequences, merges, empties, self.arrived, partial, lse, window, query_len, schedule, reads, shares
-        )
+        return DecodeWork(programs, sequences, merges, empties, self.arrived, partial, lse, window, query_len, schedule)
 
     def fill(self, work: DecodeWork, kv_lens: torch.Tensor, settled: bool = False) -> None:
         """Make the plan of reserved work. settled: no kernel that is still at work when the one before this starts

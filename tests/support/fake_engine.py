@@ -63,6 +63,7 @@ from tests.support.fake_tokens import (
     tokenizer,
     words,
 )
+from tests.support.packed_prompts import unpacked
 
 if TYPE_CHECKING:
     from bladellm_runtime.guided.backend import Compiled, Matcher
@@ -147,7 +148,7 @@ class FakeEngine:
         deltas = []
         for message in self._port.receive(timeout):
             if isinstance(message, AddRequest):
-                message = message.unpacked()
+                message = unpacked(message)
             if isinstance(message, MoveAdapter) or (isinstance(message, AddRequest) and message.adapter):
                 deltas += self._adapters.enter(message)
             elif isinstance(message, AddRequest):
