@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from bladellm_runtime.wire.contexts import _open
+from tests.support.cases import resting
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "recipes" / "models" / "demo"
@@ -41,9 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--testbed", default=str(TESTBED), help="folder with the larger trained models")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that measure times come first: they take longest, and share a process."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that measure times come first: they take longest, and share a process. Without the slow tests, those not
+    drawn of a family that takes turns are slow."""
     items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
+    if "not slow" in str(config.getoption("markexpr")):
+        for item in resting(items):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:

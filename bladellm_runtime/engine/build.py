@@ -24,6 +24,7 @@ from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.rank_place import RankPlace
 from bladellm_runtime.engine.ranked_loader import RankedLoader
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
+from bladellm_runtime.engine.step_graphs import eager_sizes
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.guided.backends import BACKENDS, load_vocabulary
@@ -150,7 +151,8 @@ def make_engine(
     with record.times.phase("warm up"):
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         runner.use_mixed_graphs(False)
-        warm_up(core, limits, thorough=built.device.type == "cuda", micro_batches=count, adapted=args.enable_lora)
+        thorough, rows = built.device.type == "cuda", eager_sizes(args)
+        warm_up(core, limits, thorough=thorough, micro_batches=count, decode_rows=rows, adapted=args.enable_lora)
         runner.use_mixed_graphs(True)
         warm_up(core, limits, thorough=False, adapted=args.enable_lora)
     with record.times.phase("time steps"):

@@ -38,6 +38,13 @@ def default_sizes(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
+def eager_sizes(args: EngineArgs) -> list[int]:
+    """Batch sizes of decode steps that no graph serves, ascending: one of each range with kernels of its own, of which
+    there are none above `DEFAULT_LARGEST`."""
+    largest = max(graph_sizes(args), default=0)
+    return [size for size in default_sizes(min(args.slots, DEFAULT_LARGEST)) if size > largest]
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """The replays of one batch size: forward leaves logits, sampling, by stage of it, takes them. What changes logits

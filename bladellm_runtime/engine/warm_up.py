@@ -34,15 +34,23 @@ Group = list[tuple[int, SamplingParams]]
 
 
 def warm_up(
-    core: EngineCore, limits: SchedulerLimits, *, thorough: bool, micro_batches: int = 1, adapted: bool = False
+    core: EngineCore,
+    limits: SchedulerLimits,
+    *,
+    thorough: bool,
+    micro_batches: int = 1,
+    decode_rows: Sequence[int] = (),
+    adapted: bool = False,
 ) -> None:
     """Run a short request; if `thorough`, steps of every kind. Leaves no trace in counters and prompt cache.
 
-    adapted: do so again with the adapter in the first slot, which is still empty.
+    decode_rows: of steps that no graph serves, see `thorough_groups`. adapted: do so again with the adapter in the
+    first slot, which is still empty.
     """
     first = 0
+    groups = thorough_groups(limits, micro_batches, decode_rows) if thorough else [[(16, GREEDY)]]
     for prepared in (None, Prepared(adapter=0)) if adapted else (None,):
-        for group in thorough_groups(limits, micro_batches) if thorough else [[(16, GREEDY)]]:
+        for group in groups:
             for request in _requests(group, limits, first):
                 core.add(request) if prepared is None else core.add(request, prepared)
             first += len(group)
@@ -52,16 +60,17 @@ def warm_up(
     core.reset_counters()
 
 
-def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1) -> list[Group]:
+def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1, decode_rows: Sequence[int] = ()) -> list[Group]:
     """Prompts of every kind of length alone, some of two chunks, as many as a step has room for, several that end
-    together, and all ways of sampling alone and side by side. micro_batches: that share out what runs together."""
+    together, and all ways of sampling alone and side by side. micro_batches: that share out what runs together.
+    decode_rows: how many decode together, too."""
     chunk = min(limits.prefill_chunk_tokens, limits.max_batch_tokens)
     lengths = sorted({*LENGTHS, chunk, chunk + 21, chunk + 600})
     longest = max(1, min(chunk, limits.max_model_len - ANSWER - 1))
     full = [(longest, GREEDY)] * (limits.max_batch_tokens // longest * micro_batches)
     return [
         *([(length, GREEDY)] for length in lengths),
-        *([(3, GREEDY)] * (count * micro_batches) for count in TOGETHER),
+        *([(3, GREEDY)] * (count * micro_batches) for count in sorted({*TOGETHER, *decode_rows})),
         *([(5, way)] for way in WAYS),
         [(5 + index, way) for index, way in enumerate((GREEDY, *WAYS))],
         [(length, GREEDY) for length in (chunk + 21, 40, 3, 1)],

@@ -72,6 +72,7 @@ def write_groups(path: Path, groups: int) -> float:
     return (len(times) - 1) / times[-1]
 
 
+@pytest.mark.turns("benchmarks")
 def test_compare_recovers_a_known_factor_two_in_both_forms(tmp_path, no_charts) -> None:
     """Groups of 21 requests d apart meet a server that takes s for each: the median waits 10 (s - d).
 
@@ -122,6 +123,7 @@ def test_a_against_a_shows_no_difference(tmp_path) -> None:
     assert all(plans["a", load, repeat] == plans["b", load, repeat] for _, load, repeat in plans)
 
 
+@pytest.mark.turns("benchmarks")
 def test_a_sweep_starts_its_server_stops_at_saturation_and_leaves_nothing(tmp_path, no_charts) -> None:
     """Saturation of the mock is at 1 / service_time = 50 QPS."""
     folder = tmp_path / "out"
@@ -139,6 +141,7 @@ def test_a_sweep_starts_its_server_stops_at_saturation_and_leaves_nothing(tmp_pa
     assert "holds results already" in again.err
 
 
+@pytest.mark.turns("benchmarks")
 def test_compare_starts_servers_in_turn(tmp_path, no_charts) -> None:
     """Two that would need the same GPU never run at once: they write down when they do."""
     folder = tmp_path / "out"

@@ -199,6 +199,7 @@ RANKS = {
 }
 
 
+@pytest.mark.turns("ranks")
 @pytest.mark.parametrize(
     "ranks",
     [pytest.param(name, marks=[pytest.mark.slow] if number > 0 else []) for number, name in enumerate(RANKS)],

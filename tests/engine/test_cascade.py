@@ -111,6 +111,7 @@ def test_a_system_prompt_gives_the_tokens_of_transformers(demo_model, always, op
         assert_alike(reference.load(demo_model)[0], prompt, request.params, found, best)
 
 
+@pytest.mark.turns("captured traffic")
 @pytest.mark.parametrize(("count", "longest"), [(28, 50), pytest.param(40, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",

@@ -251,6 +251,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.turns("ranks")
 @pytest.mark.parametrize(
     "ranks",
     [ranks if number < 1 else pytest.param(ranks, marks=pytest.mark.slow) for number, ranks in enumerate(RANKS)],

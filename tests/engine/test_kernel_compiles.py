@@ -86,6 +86,7 @@ print(KERNEL_COMPILES.compiled, KERNEL_COMPILES.loaded, KERNEL_COMPILES.late, 0 
 """
 
 
+@pytest.mark.turns("compiled kernels")
 def test_triton_tells_of_what_it_compiles(tmp_path):
     script = tmp_path / "compile.py"
     script.write_text(COMPILE)

@@ -82,6 +82,7 @@ def run_script(script: str, cache: Path, record: Path) -> list[int]:
     return [int(number) for number in done.stdout.split()]
 
 
+@pytest.mark.turns("compiled kernels")
 def test_a_second_machine_compiles_the_list_ahead(tmp_path):
     """Kernels in Triton and Gluon, one of them of specialised warps and one for all numbers of rows."""
     record, cache = tmp_path / "list.json", tmp_path / "second"

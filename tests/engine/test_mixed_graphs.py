@@ -180,6 +180,7 @@ def run_poisoned(graphs: MixedGraphs, flat) -> tuple[torch.Tensor, int]:
         return graphs.forward(flat, size), size
 
 
+@pytest.mark.turns("captured traffic")
 @pytest.mark.parametrize(
     "options",
     [

@@ -34,6 +34,7 @@ def of_stages(folder: Path, degrees: dict[str, Any], **options: Any) -> tuple[li
     return answers(folder, tensor, **stages, **options)
 
 
+@pytest.mark.turns("ranks")
 @pytest.mark.parametrize(
     ("degrees", "name"), [case if case == SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY]
 )

@@ -68,6 +68,7 @@ def answers(folder: Path, degree: int, **options: Any) -> tuple[list[Any], list[
     return found, cached
 
 
+@pytest.mark.turns("ranks")
 @pytest.mark.parametrize(
     ("degree", "name"), [case if case == SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY]
 )

@@ -177,6 +177,7 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
     return tokens, aborted
 
 
+@pytest.mark.turns("captured traffic")
 @pytest.mark.parametrize(
     ("options", "all_kinds"),
     [

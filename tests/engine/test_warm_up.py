@@ -11,6 +11,7 @@ from bladellm_kernels.unit_schedules import SCHEDULES
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.engine.inputs import are_few
+from bladellm_runtime.engine.step_graphs import eager_sizes
 from bladellm_runtime.engine.warm_up import ANSWER, LENGTHS, MOSTLY_WANTED, thorough_groups, warm_up
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from tests.models.harness import save_tiny
@@ -71,6 +72,23 @@ def test_every_schedule_of_quantized_layers_has_a_length():
     for before, most in pairwise(ends):
         assert any(before < tokens <= most for tokens in steps), most
     assert max(steps) > ends[-1]
+
+
+def test_steps_that_no_graph_serves_have_their_rows_before_ready(demo_model):
+    """Fused layers of decode steps have kernels by how many rows there are, up to `MAX_ROWS` of them."""
+    limits = SchedulerLimits(8192, 8192, 10**6, frozenset(), 50)
+    slots = random.randint(100, 400)
+    flags = {"model": str(demo_model), "max_running_requests": slots}
+    rows = eager_sizes(EngineArgs(**flags, disable_cuda_graph=True))
+    most = min(slots, MAX_ROWS)
+    assert {1, 24, 40, 96, most} <= set(rows)
+    assert max(rows) == most
+    together = {len(group) for group in thorough_groups(limits, decode_rows=rows)}
+    assert set(rows) <= together
+    captured = random.randint(1, most - 1)
+    beyond = eager_sizes(EngineArgs(**flags, cuda_graph_batch_sizes=[1, captured]))
+    assert beyond == [size for size in rows if size > captured]
+    assert eager_sizes(EngineArgs(**flags)) == []
 
 
 def test_long_steps_want_few_rows_and_many_of_all():

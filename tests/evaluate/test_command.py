@@ -89,6 +89,7 @@ def test_without_a_baseline_there_is_perplexity_alone(demo_model, text, device) 
     assert result["overall"]["baseline"] is result["baseline"] is result["baseline_size"] is None
 
 
+@pytest.mark.turns("terminals")
 def test_a_terminal_sees_the_table_and_nothing_left_of_the_bar(demo_model, text) -> None:
     arguments = ("--data", str(text), "--window", "64", "--max_windows", "2", "--device", "cpu")
     shown = run_on_terminal("blade_llm", "eval", "--model", str(demo_model), *arguments, columns=160)

@@ -35,6 +35,7 @@ def accuracy_flags(demo_model, folder, device) -> list[object]:
     ]  # fmt: skip
 
 
+@pytest.mark.turns("recipes")
 def test_the_accuracy_table_is_made_and_resumed(recipe, capsys, demo_model, tmp_path, device) -> None:
     flags = accuracy_flags(demo_model, tmp_path, device)
     done = run_script(SCRIPTS / "accuracy.py", *flags)

@@ -26,6 +26,7 @@ from tests.support.live import (
 # Row 43: the engine dies.
 
 
+@pytest.mark.turns("lost processes")
 def test_row_43_engine_killed():
     with LiveServer(fake_command()) as server:
         stream = OpenStream(server, LONG)
@@ -88,6 +89,7 @@ def alive(pid):
 # Row 49: asked to stop.
 
 
+@pytest.mark.turns("stops")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_row_49_signal_drains(number):
     with LiveServer(fake_command(step_seconds=0.005)) as server:

@@ -6,6 +6,7 @@ import pkgutil
 import sys
 
 import bladellm_kernels
+import pytest
 from triton.runtime.jit import JITFunction
 
 from tests.support.warm import run_code
@@ -40,6 +41,7 @@ def our_functions() -> dict[str, JITFunction]:
     return functions
 
 
+@pytest.mark.turns("compiled kernels")
 def test_hashes_depend_neither_on_order_nor_on_addresses():
     """Triton sorts constants of one name by address: those that one kernel reaches must be equal."""
     path = os.pathsep.join(sys.path)

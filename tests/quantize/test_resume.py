@@ -151,6 +151,7 @@ quantize_model(full_job(model, output, tokens), steps)
 """
 
 
+@pytest.mark.turns("interrupted quantization")
 @pytest.mark.parametrize(
     ("sign", "line"),
     [

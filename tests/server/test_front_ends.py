@@ -174,6 +174,7 @@ def test_keys_are_asked_for_by_all_processes(guarded_server):
     until(lambda: server.metrics(key).get("blade_llm:requests_rejected_total") == 8)
 
 
+@pytest.mark.turns("lost processes")
 def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(lasting_server):
     server = lasting_server
     streams = streams_by_front_end(server, 6)
@@ -198,6 +199,7 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(lasting
     until(lambda: server.gauges()[0] == 0)
 
 
+@pytest.mark.turns("lost processes")
 def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():
     ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     expected = decode(greedy(ask["prompt"], 20))
@@ -227,6 +229,7 @@ def test_a_front_end_that_hangs_is_replaced():
         close_all(streams)
 
 
+@pytest.mark.turns("stops")
 def test_sigterm_lets_all_processes_finish_their_requests(server):
     streams = streams_by_front_end(server, 4, 150)
     pids = server.front_end_pids()
@@ -239,6 +242,7 @@ def test_sigterm_lets_all_processes_finish_their_requests(server):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.turns("stops")
 def test_a_second_signal_ends_the_requests_of_all_processes(server):
     streams = streams_by_front_end(server, 4)
     server.signal(signal.SIGTERM)
@@ -261,6 +265,7 @@ def test_every_process_reports_a_dead_engine(server):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.turns("stops")
 def test_all_processes_end_with_the_first(server):
     processes = [psutil.Process(pid) for pid in (*server.front_end_pids(), server.engine_pid)]
     server.signal(signal.SIGKILL)

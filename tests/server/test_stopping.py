@@ -17,6 +17,7 @@ from tests.support.live import LiveServer, OpenStream, fake_command
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 3500, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.turns("stops")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "flags", [{"frontend_processes": 2}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)]
@@ -39,6 +40,7 @@ def test_a_signal_to_all_processes_lets_requests_finish(flags, number):
         assert not psutil.wait_procs(processes, 5)[1]
 
 
+@pytest.mark.turns("stops")
 @pytest.mark.parametrize("front_ends", [1, 2])
 def test_signals_that_come_until_the_end_change_nothing(front_ends):
     """Those that come when nothing is left to do but to end are no second opinion."""

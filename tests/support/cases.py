@@ -3,7 +3,7 @@
 import os
 import random
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -35,9 +35,20 @@ def drawn_of(cases: Iterable[Any], count: int, always: Collection[Any] = ()) -> 
     ]
 
 
-def sample_of(cases: Collection[Any], count: int) -> list[Any]:
-    """So many of the cases, others in every run: the same in all processes of one."""
-    return random.Random(f"{RUN} {cases}").sample(list(cases), count)
+def resting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The tests marked `turns` that this run leaves out: of each family half, other ones in every run."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("turns")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            families.setdefault(mark.args[0], []).append(item)
+    for name, family in families.items():
+        yield from sample_of(family, len(family) // 2, name)
+
+
+def sample_of(cases: Collection[Any], count: int, name: str | None = None) -> list[Any]:
+    """So many of the cases, others in every run: the same in all processes of one. name: of cases whose text is not."""
+    return random.Random(f"{RUN} {name or cases}").sample(list(cases), count)
 
 
 def some_pairs(first: Iterable[Any], second: Iterable[Any], count: int | None = None) -> list[Any]:

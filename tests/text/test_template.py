@@ -45,6 +45,7 @@ def test_renders_like_transformers(source, reference):
     assert ChatTemplate(source).render(variables) == expected
 
 
+@pytest.mark.turns("hostile templates")
 @pytest.mark.parametrize(
     "source",
     [
@@ -66,6 +67,7 @@ def test_endless_templates_end_at_the_time_limit(source, monkeypatch):
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.turns("hostile templates")
 @pytest.mark.parametrize(
     "source",
     [

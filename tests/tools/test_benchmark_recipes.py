@@ -25,6 +25,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return run_script(ROOT / "recipes" / "benchmarks" / script, DEMO, *flags, *load)
 
 
+@pytest.mark.turns("recipes")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -61,6 +62,7 @@ def test_the_parts_of_a_soak_add_up(tmp_path):
     assert "seconds_left" in json.loads((tmp_path / "parts.progress").read_text())
 
 
+@pytest.mark.turns("recipes")
 @pytest.mark.parametrize(
     "degree", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
 )
@@ -78,6 +80,7 @@ def test_what_several_ranks_make_of_a_shape_is_measured(tmp_path, degree):
     assert all(float(value.replace(",", "")) > 0 for value in measured.values())
 
 
+@pytest.mark.turns("recipes")
 def test_steps_with_adapters_and_constrained_answers_are_measured(tmp_path):
     common = ("--device", "cpu", "--kv_cache_gib", "0.02", "--batch", "3", "--input", "9")
     done = run("adapter_steps.py", *common, "--adapters", "1", "2", "--steps", "4", "--json", str(tmp_path / "steps"),
@@ -197,6 +200,7 @@ def test_a_measurement_under_load_that_is_told_to_end_leaves_no_server(tmp_path)
     assert not psutil.wait_procs(started, timeout=10)[1]
 
 
+@pytest.mark.turns("recipes")
 @pytest.mark.parametrize("start", drawn_of(["first", "dummy"], 1))
 def test_starts_are_measured(tmp_path, start):
     """On the demo's shape, in shards that are written for it; what is there stays."""

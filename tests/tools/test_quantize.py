@@ -107,6 +107,7 @@ def test_few_words_in_a_pipe(demo_model, tmp_path, capsys) -> None:
     assert [" left" in line for line in lines] == [True, True, True, False]
 
 
+@pytest.mark.turns("terminals")
 def test_a_bar_on_a_terminal(demo_model, tmp_path) -> None:
     flags = ["--model", str(demo_model), "--output_dir", str(tmp_path / "out"), *QUICK, *RUNS["gptq"]]
     shown = run_on_terminal("blade_llm_quantize", *flags, columns=100)

@@ -185,6 +185,7 @@ def test_dead_columns(flags, demo_model, tmp_path) -> None:
     check_loads(tmp_path / "out")
 
 
+@pytest.mark.turns("interrupted quantization")
 def test_a_disk_that_fills_up_and_a_run_that_goes_on(demo_model, tmp_path, capsys, monkeypatch) -> None:
     """Full after any number of files: a sentence, nothing that loads; then the same bytes as without the trouble."""
     assert quantize(demo_model, tmp_path / "whole", *GPTQ) == 0
@@ -215,6 +216,7 @@ def assert_same_models(one: Path, other: Path) -> None:
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+@pytest.mark.turns("interrupted quantization")
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(demo_model, tmp_path, capsys) -> None:
     flags = ["--model", str(demo_model), "--device", "cpu", *GPTQ, "--max_samples", "24", "--max_length", "128"]
     out = tmp_path / "out"
