@@ -138,6 +138,7 @@ def test_every_token_is_attended_to(heads, query_len, window, schedule, programs
     assert_close(out, expected, torch.float16)
 
 
+@pytest.mark.turns()
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_every_format_in_python(format_name, late_copies, monkeypatch):

@@ -36,12 +36,14 @@ def drawn_of(cases: Iterable[Any], count: int, always: Collection[Any] = ()) -> 
 
 
 def resting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """The tests marked `turns` that this run leaves out: of each family half, other ones in every run."""
+    """The tests marked `turns` that this run leaves out: of each family half, other ones in every run. Without a name a
+    family is the cases of one test."""
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("turns")
         if mark is not None and item.get_closest_marker("slow") is None:
-            families.setdefault(mark.args[0], []).append(item)
+            name = mark.args[0] if mark.args else item.nodeid.partition("[")[0]
+            families.setdefault(name, []).append(item)
     for name, family in families.items():
         yield from sample_of(family, len(family) // 2, name)
 

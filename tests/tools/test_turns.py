@@ -10,7 +10,7 @@ from tests.support.cases import resting
 
 def item(name: str, *marks: pytest.MarkDecorator) -> SimpleNamespace:
     found = {mark.name: mark.mark for mark in marks}
-    return SimpleNamespace(name=name, get_closest_marker=found.get)
+    return SimpleNamespace(name=name, nodeid=f"test.py::{name}", get_closest_marker=found.get)
 
 
 def names_of_resting(items: list[SimpleNamespace]) -> set[str]:
@@ -28,6 +28,12 @@ def test_half_of_a_family_rests_and_never_a_test_that_is_asked_for_alone(count: 
     assert len([name for name in rest if name.startswith("family")]) == left_out
     assert len([name for name in rest if name.startswith("another")]) == 2
     assert len(rest) == left_out + 2
+
+
+def test_cases_of_a_test_are_a_family() -> None:
+    items = [item(f"{test}[{number}]", pytest.mark.turns()) for test in ("one", "two") for number in range(6)]
+    rest = names_of_resting(items)
+    assert [sum(name.startswith(test) for name in rest) for test in ("one", "two")] == [3, 3]
 
 
 def test_all_processes_of_a_run_draw_alike_and_runs_differ(monkeypatch) -> None:
