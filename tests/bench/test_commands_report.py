@@ -188,7 +188,7 @@ def test_plot_refuses_what_is_not_there(tmp_path) -> None:
     assert "benchmark.json" in done.err
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "runs",
     [

@@ -135,7 +135,7 @@ REPLIES = [
 ]
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(("reply", "outcome"), REPLIES)
 def test_whatever_a_server_answers_the_level_ends(reply: bytes | None, outcome: Outcome, monkeypatch) -> None:
     monkeypatch.setattr(level_module, "FAILURE_PAUSE_SECONDS", 0.01)

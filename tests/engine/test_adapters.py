@@ -57,7 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
 SOME = ("overlap", "chunks of 7, no overlap")
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "mode", [mode if mode in SOME else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
 )

@@ -145,7 +145,7 @@ def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, always, for
     assert agreed > (0.8 if format != "no_quant" else 0.999) * sum(map(len, found[1].values()))
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(("format", "attn_cls"), some_pairs(FORMATS, ["ragged_flash", "paged"], 2))
 def test_logits_are_those_of_rows_that_read_alone(demo_model, always, format, attn_cls):
     """In the same step, on the same memory."""

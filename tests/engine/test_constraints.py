@@ -85,7 +85,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("mode", drawn_of(MODES, 1, always=["overlap"]))
 def test_every_way_gives_the_same_greedy_tokens(demo_model, expected, mode):
     with LLM(str(demo_model), **OPTIONS, **MODES[mode]) as llm:

@@ -103,7 +103,7 @@ def served(request, demo_model, tmp_path_factory):
     return make_pair(demo_model, tmp_path_factory.mktemp("pair"), "compressed-tensors", SCHEMES[request.param])
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 def test_batches_chunks_and_overlap_do_not_change_tokens(served, device):
     """Alone, together, in pieces: activation scales are a row's own, so that nobody notices the neighbours."""
     alone = [run(served.quantized, [prompt], device)[0] for prompt in reference.PROMPTS[:4]]

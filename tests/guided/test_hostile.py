@@ -143,7 +143,7 @@ def longest_wait(backend: Backend, fields: dict) -> float:
     return longest
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "fields",
     [*EXPLODING[len(LARGE_ROWS):][:5], EXPLODING[len(LARGE_ROWS):][8], *LARGE_ROWS,

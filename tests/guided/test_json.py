@@ -43,6 +43,7 @@ def written_texts(backend: LlguidanceBackend, schema: dict, seed: int, count: in
     return ended
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
 def test_written_texts_validate(llguidance: LlguidanceBackend, schema: dict) -> None:
     assert written_texts(llguidance, schema, 1, 8) > 0

@@ -57,6 +57,7 @@ def test_queries_and_keys_turn_and_values_do_not(device, dtype, layout, tokens, 
     given.untouched_but(rows, places)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -45,6 +45,7 @@ def twin(memory: Memory) -> KvLayer:
     return KvLayer(kv.payload.clone(), kv.format, kv.granule_tokens, kv.table, scales, kv.paged)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)

@@ -39,7 +39,7 @@ def shape_for(q, kv, chunks: int) -> ListShape:
     return list_shape(q.shape[0], chunks, heads, q.dtype, one_pass_programs(q.shape[0], kv, q.dtype))
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 6, 200])
 @pytest.mark.parametrize("heads", [(6, 2, 32), (5, 5, 16), (7, 1, 96)], ids=str)

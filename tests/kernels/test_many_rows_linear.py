@@ -43,6 +43,7 @@ def assert_right(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, parts
     assert out._base[:, out.shape[1] :].isnan().all()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_stages_and_blocks_are_filled_read_and_written_in_order(parts, late_copies):

@@ -87,12 +87,13 @@ def check_normed(bits, rows, columns, groups, zeros, tokens, schedule, gated, pr
     return y
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), NORMED, ids=str)
 def test_the_norm_comes_before_the_product(bits, rows, columns, groups, zeros, tokens, schedule, in_python):
     check_normed(bits, rows, columns, groups, zeros, tokens, schedule, False, in_python)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), GATED, ids=str)
 def test_gates_multiply_their_outputs(bits, rows, columns, groups, zeros, tokens, schedule, in_python):
     check_normed(bits, rows, columns, groups, zeros, tokens, schedule, True, in_python)
@@ -125,7 +126,7 @@ def check_added(bits, rows, columns, groups, zeros, tokens, schedule, prepare, d
     assert all(map(torch.equal, *results)), "the same bits whoever comes last"
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), NORMED, ids=str)
 def test_the_stream_is_rounded_once_and_normed(bits, rows, columns, groups, zeros, tokens, schedule, in_python):
     check_added(bits, rows, columns, groups, zeros, tokens, schedule, in_python)

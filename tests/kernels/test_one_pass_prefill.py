@@ -120,6 +120,7 @@ CASES = [(1, 1, 4, 1), (0, 65, 4, 4), (129, 64, 6, 1), (0, 128, 8, 2), (64, 200,
 """(prefix, chunk, heads, KV heads)."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("case", "dim"), [*((case, 128) for case in CASES), (CASES[5], 64)], ids=str)
 def test_blocks_are_filled_read_and_written_in_order(case, dim, late):

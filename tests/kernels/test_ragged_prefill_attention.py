@@ -33,6 +33,7 @@ def check(case, dtype, window=None):
     assert_close(out[2:], expected[2:], dtype)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "window"), some_pairs(HEADS, [None, 1, 6, 23, 200]), ids=str)

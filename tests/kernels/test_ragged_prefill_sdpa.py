@@ -68,7 +68,7 @@ MEMORIES = [*product(KV_FORMATS, [False]), ("no_quant", True), ("int4_affine", T
 SPANS = [(0, 1), (0, 24), (0, 29), (16, 8), (17, 40), (31, 1), (100, 61), (112, 64)]
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("longest", [16, 64])
 @pytest.mark.parametrize(("memory", "heads"), some_pairs(MEMORIES, [(4, 2, 16), (7, 1, 8), (3, 3, 24)]), ids=str)

@@ -40,7 +40,7 @@ def test_no_order_of_events_breaks_the_protocol(kind, ranks):
         assert [len(found) for found in simulation.results] == [sum(simulation.calls)] * ranks
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [

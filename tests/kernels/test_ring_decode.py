@@ -120,6 +120,7 @@ def run_in_python(case: Case, schedule, window, programs, late_copies, monkeypat
 LENS = [1, 0, 63, 64, 65, 200, 0, 16]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize(("heads", "query_len", "window", "schedule", "programs"), [
     ((4, 2, 16), 1, None, DecodeSchedule(64, 3, 4, 1), 5),
@@ -138,7 +139,7 @@ def test_every_token_is_attended_to(heads, query_len, window, schedule, programs
     assert_close(out, expected, torch.float16)
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_every_format_in_python(format_name, late_copies, monkeypatch):

@@ -74,6 +74,7 @@ def check(weight, x, codes, scales, points, bias, schedule) -> torch.Tensor:
     return y
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize(("bits", "rows", "columns", "groups", "zeros", "tokens", "schedule"), CASES)
 def test_every_code_meets_its_input(bits, rows, columns, groups, zeros, tokens, schedule, late_copies, monkeypatch):

@@ -148,7 +148,7 @@ THOROUGH = settings(QUICK, max_examples=500, stateful_step_count=60)
 MACHINES = {kind: type(f"{kind.title()}Machine", (ArenaMachine,), {"kind": kind}) for kind in KINDS}
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", KINDS)
 def test_contents_survive(kind):
     case = type("Quick", (MACHINES[kind].TestCase,), {"settings": QUICK})

@@ -68,7 +68,7 @@ class ContentRunner:
     def close(self) -> None: ...
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_find_their_own_tokens_whatever_is_shared_copied_evicted_and_swapped(kind, overlap):

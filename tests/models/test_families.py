@@ -99,7 +99,7 @@ def test_prefill_in_chunks_of_seven(pair, device):
     assert (torch.cat(parts) - reference_logits(reference, prompt)).abs().max() <= LIMIT
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunks of one"])
 def test_token_by_token(pair, device, decode):

@@ -42,6 +42,7 @@ def fused(model: Decoder, rows: int) -> Iterator[mock.Mock]:
         yield steps
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, device, tmp_path):

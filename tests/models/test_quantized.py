@@ -25,6 +25,7 @@ def logits_of(folder, prompt, device="cpu", dtype=torch.float32):
     return Sequences(load_tiny(folder, device, dtype)).step([(0, prompt)])[0]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("stored", "family"), some_pairs(STORED, ["llama", "qwen2", "qwen3"]), ids=str)
 def test_every_scheme_in_every_format(tmp_path, stored, family, device):

@@ -15,7 +15,7 @@ INT8_ROUNDING = 0.1
 SYMMETRIC = [name for name, scheme in SCHEMES.items() if scheme.symmetric]
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "family"), some_pairs(SYMMETRIC, ["llama", "qwen2", "qwen3"]))
 def test_logits_are_those_of_transformers(tmp_path, name, family, device):

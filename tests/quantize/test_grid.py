@@ -32,6 +32,7 @@ def is_nearest(code: int, value: float, scale: float, zero: int, bits: int) -> b
     return distances[code] <= min(distances) + 1e-6 * abs(value)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])

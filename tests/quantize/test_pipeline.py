@@ -61,6 +61,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("algorithm", "family"), some_pairs(ALGORITHMS, ["llama", "qwen3"]))
 def test_outputs_compute_what_transformers_makes_of_them(algorithm, family, tmp_path):
     """compressed-tensors loads the folder; its logits are those of the dequantized weights, near the float model's."""

@@ -69,7 +69,7 @@ def whole(model, data, tmp_path_factory):
 STEPS = 1 + 3 * 5
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("at", drawn_of(range(STEPS), 1, always=(0, 15)))
 def test_stopped_at_every_step(at, model, data, whole, tmp_path):
     expected, seen = whole
@@ -101,7 +101,7 @@ def test_stopped_again_and_again(model, data, whole, tmp_path):
     assert digests(output) == whole[0]
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("count", drawn_of(range(1, 20), 1, always=(1, 19)))
 def test_stopped_at_every_write(count, model, data, whole, tmp_path, monkeypatch):
     """The disk is full at the n-th file; what a torn write leaves behind is cleared. Then there is space again."""

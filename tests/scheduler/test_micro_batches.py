@@ -88,7 +88,7 @@ def test_a_prompt_goes_on_while_others_decode(groups):
     sim.finish()
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_do_not_change_a_stream(seed):
     plain, _ = run_workload(seed, depth=1, granules=1000, budget=1000, chunk=1000)

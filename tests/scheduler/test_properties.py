@@ -144,7 +144,7 @@ def streams(answers: list[list[RequestDelta]]) -> list[list[tuple]]:
     return [[(d.tokens, d.finish, d.error, d.logprobs, d.prompt_logprobs) for d in deltas] for deltas in answers]
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("seed", drawn_of(range(12), 5))
 def test_overlap_chunks_and_preemption_do_not_change_a_stream(seed):
     plain, preemptions = run_workload(seed, depth=1, granules=1000, budget=1000, chunk=1000)

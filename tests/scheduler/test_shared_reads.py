@@ -98,6 +98,7 @@ def test_groups_are_there_where_they_pay(change, pays):
     sim.finish()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"num_granules": 32, "host": 20}, {"num_granules": 40, "block": 2}])
 def test_random_traffic(depth, options):

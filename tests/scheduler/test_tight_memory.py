@@ -46,6 +46,7 @@ def steps_alone(sim: Simulation) -> int:
     return sim.groups * (answers + chunks) + len(sim.requests) * (sim.depth + 1)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("depth", "groups"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("cases", [15, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_crowd_is_served_in_bounded_steps(depth, groups, cases):

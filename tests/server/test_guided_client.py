@@ -74,7 +74,7 @@ def check_all(fields: dict, answer: object, choices: int = 1) -> list[str]:
     return [choice.text for choice in found]
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("fields", ASKED, ids=["json", "regex"])
 def test_the_sample_client(server, fields):
     body = {"model": "demo", "prompt": "An employee:", **SAMPLE, **fields}

@@ -282,7 +282,7 @@ def test_without_a_seed_answers_differ(client):
     assert len({complete(client, PROMPTS[0], 24)[0].text for _ in range(4)}) == 4
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("seeds", [2, pytest.param(8, marks=pytest.mark.slow)])
 @STREAM
 def test_characters_split_over_tokens_come_whole(client, stream, seeds):

@@ -93,7 +93,7 @@ def test_salts_are_short_and_printable(salt):
 # Answers
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @STREAM
 def test_usage_says_how_much_of_the_prompt_was_cached(client, stream):
     prompt = fresh_prompt(45)

@@ -142,7 +142,7 @@ def cpu_seconds(raw: bytes) -> float:
     return best
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("name", HOSTILE)
 def test_eight_mebibytes_cost_no_more_than_a_fraction_of_a_second(name):
     # A wide bound: this catches a quadratic path, not a slow machine.

@@ -55,7 +55,7 @@ def answer(model: Path, device: str) -> list[int]:
         return list(done[0].outputs[0].token_ids)
 
 
-@pytest.mark.turns()
+@pytest.mark.turns
 @pytest.mark.parametrize("name", drawn_of(RUNS, 3, always=("default", "awq")))
 def test_every_algorithm_makes_a_model_that_answers(name, demo_model, device, tmp_path, capsys) -> None:
     output = tmp_path / "out"

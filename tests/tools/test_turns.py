@@ -31,7 +31,7 @@ def test_half_of_a_family_rests_and_never_a_test_that_is_asked_for_alone(count: 
 
 
 def test_cases_of_a_test_are_a_family() -> None:
-    items = [item(f"{test}[{number}]", pytest.mark.turns()) for test in ("one", "two") for number in range(6)]
+    items = [item(f"{test}[{number}]", pytest.mark.turns) for test in ("one", "two") for number in range(6)]
     rest = names_of_resting(items)
     assert [sum(name.startswith(test) for name in rest) for test in ("one", "two")] == [3, 3]
 
