@@ -123,7 +123,6 @@ def test_a_against_a_shows_no_difference(tmp_path) -> None:
     assert all(plans["a", load, repeat] == plans["b", load, repeat] for _, load, repeat in plans)
 
 
-@pytest.mark.turns("benchmarks")
 def test_a_sweep_starts_its_server_stops_at_saturation_and_leaves_nothing(tmp_path, no_charts) -> None:
     """Saturation of the mock is at 1 / service_time = 50 QPS."""
     folder = tmp_path / "out"
@@ -141,7 +140,6 @@ def test_a_sweep_starts_its_server_stops_at_saturation_and_leaves_nothing(tmp_pa
     assert "holds results already" in again.err
 
 
-@pytest.mark.turns("benchmarks")
 def test_compare_starts_servers_in_turn(tmp_path, no_charts) -> None:
     """Two that would need the same GPU never run at once: they write down when they do."""
     folder = tmp_path / "out"

@@ -96,7 +96,6 @@ def test_row_35_many_clients_leave_at_random_moments(server, beside):
 # Row 36: the client does not read.
 
 
-@pytest.mark.turns("slow clients")
 def test_row_36_slow_reader(fake_server, beside):
     readers = [unread_stream(fake_server) for _ in range(3)]
     until(lambda: fake_server.gauges()[0] >= 4, what="three unread streams and the neighbour")
@@ -108,7 +107,6 @@ def test_row_36_slow_reader(fake_server, beside):
         reader.close()
 
 
-@pytest.mark.turns("slow clients")
 def test_row_36_reader_that_pauses_gets_everything(fake_server, beside):
     stream = OpenStream(fake_server, {**LONG, "max_tokens": 500})
     text = completion_text(stream.read(3))
@@ -118,7 +116,6 @@ def test_row_36_reader_that_pauses_gets_everything(fake_server, beside):
     assert text == fake_answer(LONG["prompt"], 500)
 
 
-@pytest.mark.turns("slow clients")
 def test_row_36_unread_whole_answers_do_not_hold_connections(fake_server, beside):
     descriptors = fake_server.open_fds()
     connection = socket.socket()
@@ -218,7 +215,6 @@ def test_row_37_address_too_long(server, beside):
     connection.close()
 
 
-@pytest.mark.turns("slow clients")
 def test_row_37_slow_body(server, beside):
     connection = connect(server)
     connection.sendall(raw_request(LONG)[:-20])
@@ -227,7 +223,6 @@ def test_row_37_slow_body(server, beside):
     connection.close()
 
 
-@pytest.mark.turns("slow clients")
 def test_row_37_connection_cap():
     # The neighbour has a connection, and its first answer lasts, while all others come.
     engine = fake_command(step_seconds=0.05)

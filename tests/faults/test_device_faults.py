@@ -49,7 +49,6 @@ def ask_beside(server: LiveServer, folder, fault_prompt: list[int]) -> tuple[int
 OVERLAP = pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
-@pytest.mark.turns("memory")
 @OVERLAP
 def test_row_40_steps_without_memory_are_done_in_smaller_ones_if_there_are_any(demo_model, overlap):
     """One server goes through all of them: a long step, a request that fits no step, and then no step that fits."""
@@ -78,7 +77,6 @@ def assert_answers_503(server: LiveServer, folder) -> None:
     assert "Traceback" not in server.log()
 
 
-@pytest.mark.turns("lost processes")
 @OVERLAP
 def test_row_41_an_engine_without_its_gpu_ends(overlap):
     with faulty("illegal", "cpu", disable_overlap=not overlap) as server:

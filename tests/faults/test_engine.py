@@ -39,7 +39,6 @@ def small_kv(folder: Path, tokens: int) -> float:
     return tokens * 4 * 2 * 2 * 32 * 4 / 1024**3
 
 
-@pytest.mark.turns("memory")
 def test_row_39_kv_exhausted_mid_decode_resumes_with_identical_tokens(demo_model, device):
     tokens = 96  # so long that requests meet, however late some come
     memory = {"max_model_len": 160, "kv_cache_gib": small_kv(demo_model, 320)}

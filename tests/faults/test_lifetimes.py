@@ -26,7 +26,6 @@ from tests.support.live import (
 # Row 43: the engine dies.
 
 
-@pytest.mark.turns("lost processes")
 def test_row_43_engine_killed():
     with LiveServer(fake_command()) as server:
         stream = OpenStream(server, LONG)

@@ -86,7 +86,6 @@ def sampled(names: dict[str, object]) -> list[object]:
     return [name if name == "killed rank" else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.turns("lost processes")
 @pytest.mark.parametrize("deed", sampled(DEEDS))
 def test_a_lost_rank_ends_everything_and_every_stream_is_told(deed, processes):
     with LiveServer("real", **FLAGS) as server:

@@ -111,7 +111,6 @@ def test_on_a_cpu():
         check_cascade(*arguments, way=by_parts, **options)
 
 
-@pytest.mark.turns("interpreted kernels")
 @pytest.mark.parametrize("cases", ["interpret_some", pytest.param("interpret_all", marks=pytest.mark.slow)])
 def test_interpreted(cases):
     pytest.importorskip("triton")

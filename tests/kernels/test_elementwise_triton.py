@@ -128,7 +128,6 @@ def interpreted() -> None:
     interpreted_rows()
 
 
-@pytest.mark.turns("interpreted kernels")
 def test_the_kernels_give_the_same_interpreted():
     pytest.importorskip("triton")
     run_interpreted(__name__, "interpreted")

@@ -239,7 +239,6 @@ def check_same_but_for_rounding(given: Memory, expected: Any, rows: torch.Tensor
     torch.testing.assert_close(given.kv.scales, expected.scales, atol=1e-6, rtol=2e-3, equal_nan=True)
 
 
-@pytest.mark.turns("interpreted kernels")
 @pytest.mark.parametrize("cases", some_of(["interpreted_sample", "interpreted"], ["interpreted_sample"]))
 def test_the_kernel_gives_the_same_interpreted(cases):
     pytest.importorskip("triton")

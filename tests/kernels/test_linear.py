@@ -121,7 +121,6 @@ def rows_do_not_mix() -> None:
         assert torch.equal(run(call, schedule, 3)[1], alone)
 
 
-@pytest.mark.turns("interpreted kernels")
 def test_the_kernels_give_the_product_interpreted():
     pytest.importorskip("triton")
     run_interpreted("tests.kernels.test_linear", "interpreted")

@@ -136,7 +136,6 @@ def interpreted() -> None:
         assert_close(out[2:], ragged_prefill_attention_reference(q, kv, chunks, 0.21, window)[2:], torch.float32)
 
 
-@pytest.mark.turns("interpreted kernels")
 def test_the_kernels_interpreted_give_the_same():
     pytest.importorskip("triton")
     run_interpreted("tests.kernels.test_listed_prefill_attention", "interpreted")

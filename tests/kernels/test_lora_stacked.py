@@ -195,7 +195,6 @@ def interpreted_all():
                 check_launches(shape, dtype, *case, ready=False)
 
 
-@pytest.mark.turns("interpreted kernels")
 @pytest.mark.parametrize("function", ["interpreted", pytest.param("interpreted_all", marks=pytest.mark.slow)])
 def test_interpreted(function):
     pytest.importorskip("triton")

@@ -234,7 +234,6 @@ def interpreted() -> None:
         assert (target == 7).all()
 
 
-@pytest.mark.turns("interpreted kernels")
 def test_the_kernels_interpreted_give_the_same():
     pytest.importorskip("triton")
     run_interpreted("tests.kernels.test_ragged_prefill_sdpa", "interpreted")

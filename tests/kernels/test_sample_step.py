@@ -219,7 +219,6 @@ def ties_and_stages_agree() -> None:
 CHECKS = ["some_kernels_agree", "ties_and_stages_agree"]
 
 
-@pytest.mark.turns("interpreted kernels")
 @pytest.mark.parametrize("check", some_of([*CHECKS, "kernels_agree"], CHECKS))
 def test_the_kernels_interpreted(check):
     pytest.importorskip("triton")

@@ -112,7 +112,6 @@ def interpreted() -> None:
     every_kernel("cpu", 8, 40, 256, 2, False, torch.float32, 9, True)
 
 
-@pytest.mark.turns("interpreted kernels")
 def test_the_kernels_interpreted():
     pytest.importorskip("triton")
     run_interpreted("tests.kernels.test_unit_linear", "interpreted")

@@ -174,7 +174,6 @@ def test_keys_are_asked_for_by_all_processes(guarded_server):
     until(lambda: server.metrics(key).get("blade_llm:requests_rejected_total") == 8)
 
 
-@pytest.mark.turns("lost processes")
 def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(lasting_server):
     server = lasting_server
     streams = streams_by_front_end(server, 6)
@@ -199,7 +198,6 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(lasting
     until(lambda: server.gauges()[0] == 0)
 
 
-@pytest.mark.turns("lost processes")
 def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():
     ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     expected = decode(greedy(ask["prompt"], 20))

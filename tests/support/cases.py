@@ -44,13 +44,13 @@ def resting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         if mark is not None and item.get_closest_marker("slow") is None:
             name = mark.args[0] if mark.args else item.nodeid.partition("[")[0]
             families.setdefault(name, []).append(item)
-    for name, family in families.items():
-        yield from sample_of(family, len(family) // 2, name)
+    for family in families.values():
+        yield from sample_of(family, len(family) // 2)
 
 
-def sample_of(cases: Collection[Any], count: int, name: str | None = None) -> list[Any]:
-    """So many of the cases, others in every run: the same in all processes of one. name: of cases whose text is not."""
-    return random.Random(f"{RUN} {name or cases}").sample(list(cases), count)
+def sample_of(cases: Collection[Any], count: int) -> list[Any]:
+    """So many of the cases, others in every run: the same in all processes of one."""
+    return random.Random(f"{RUN} {cases}").sample(list(cases), count)
 
 
 def some_pairs(first: Iterable[Any], second: Iterable[Any], count: int | None = None) -> list[Any]:
