@@ -172,8 +172,8 @@ class StepGraphs:
         self.inputs.send(None, size)
         arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
         workspace = self._workspace
-        fuses = workspace is not None and self._model.fuses(size)
-        short = DecodeSetting(fuses, late=fuses and self._model.fills_sms)
+        beside = workspace is not None and self._model.fuses(size) and self._model.shares_sms(size)
+        short = DecodeSetting(beside, late=beside and self._model.fills_sms)
         differs = workspace is not None and workspace.differs_by_length(size, short)
 
         def forward(setting: DecodeSetting) -> None:

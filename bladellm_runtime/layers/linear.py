@@ -74,6 +74,11 @@ class LinearLayer(ABC):
         slower too: better not before attention has left all of them."""
         return False
 
+    def shares_sms(self, rows: int) -> bool:
+        """Whether a program of these kernels, for so many rows, takes less than half of a multiprocessor, so that it
+        finds a place beside one of attention's."""
+        return True
+
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer of a norm, of [T, in] -> [T, out] of its type. `out` may be of float32."""
         y = self(norm.normed())

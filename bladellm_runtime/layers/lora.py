@@ -94,6 +94,9 @@ class LinearWithLoRA(LinearLayer):
     def fills_sms(self) -> bool:
         return self._is_plain and self.layer.fills_sms
 
+    def shares_sms(self, rows: int) -> bool:
+        return self.layer.shares_sms(rows)
+
     def fuses(self, rows: int, gated: bool = False) -> bool:
         if self._is_plain:
             return self.layer.fuses(rows, gated)

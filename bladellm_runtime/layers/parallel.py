@@ -61,6 +61,9 @@ class RowParallelLinear(LinearLayer):
     def fills_sms(self) -> bool:
         return self.layer.fills_sms
 
+    def shares_sms(self, rows: int) -> bool:
+        return self.layer.shares_sms(rows)
+
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, DelayedNorm]:

@@ -58,10 +58,6 @@ OPERATORS: dict[str, Operator] = {
 }
 """By `Scheme.name`."""
 
-FUSED_ROWS = 9
-"""Fewest rows of x for which compounds with norms are one kernel each. A step of Llama-3.1-8B in 4 bits takes 2.32 ms
-with them instead of 2.42 at 16 rows on an H200, 2.31 for 2.10 at 8, 2.04 for 1.92 at one; at 32 it is 2.78 for 2.76."""
-
 
 class QuantizedLinear(LinearLayer):
     """`x · weightᵀ + bias` of a quantized weight. x [T, in] and bias [out] of type `dtype`; returns [T, out] of it."""
@@ -93,11 +89,18 @@ class QuantizedLinear(LinearLayer):
 
     def fuses(self, rows: int, gated: bool = False) -> bool:
         # In float16 x · weight can be out of range before the division of the norm.
-        if self.units is None or self.dtype == torch.float16 or rows < FUSED_ROWS:
+        if self.units is None or self.dtype == torch.float16:
             return False
         from bladellm_kernels.normed_unit_linear import unit_norm_schedule
 
         return unit_norm_schedule(rows, self.units, gated) is not None
+
+    def shares_sms(self, rows: int) -> bool:
+        if self.units is None or not self.fuses(rows):
+            return True
+        from bladellm_kernels.normed_unit_linear import takes_whole_sms
+
+        return not takes_whole_sms(rows, self.units)
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.units is None or not self.fuses(len(norm.weighted)):

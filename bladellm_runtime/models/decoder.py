@@ -202,6 +202,10 @@ class Decoder:
         """Whether the layer behind attention had better start on empty multiprocessors, in steps that are fused."""
         return all(layer.attention.output.fills_sms for layer in self.layers)
 
+    def shares_sms(self, rows: int) -> bool:
+        """Whether programs of the layer behind attention find a place beside it, in fused steps of so many rows."""
+        return all(layer.attention.output.shares_sms(rows) for layer in self.layers)
+
     def _adapt(self, batch: ForwardBatch) -> None:
         """Tell the layers which adapters the tokens of a step have."""
         if self.lora is not None:

@@ -25,7 +25,8 @@ from bladellm_kernels.normed_unit_linear import normed_unit_linear, unit_linear_
 from bladellm_kernels.rms_norm import add_rms_norm, rms_norm
 from bladellm_kernels.silu_mul import silu_mul
 from bladellm_kernels.unit_linear import unit_linear, unit_linear_silu_mul
-from bladellm_kernels.unit_schedules import Kind, NormSchedule, Schedule, norm_schedule
+from bladellm_kernels.unit_schedules import Kind, NormSchedule, Schedule, Streamed, norm_schedule
+from bladellm_kernels.warp_units import takes
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from fused_chain import EPS, LLAMA_8B, Sizes, queries_only, reference
 from fused_chain import Weights as DenseWeights
@@ -127,11 +128,21 @@ def fused(weights: Weights, x: Tensor, layers: int, schedules: Schedules) -> Ten
     return normed_linear(norm, weights.head)
 
 
-def default_schedules(tokens: int) -> Schedules:
+WITHOUT_WARPS: Schedules = {
+    "small": Streamed(16, 16, 2, 1),
+    "wide": Streamed(16, 16, 2, 1),
+    "long": Streamed(16, 8, 2, 2, programs_per_sm=2),
+}
+"""Up to 8 tokens, where there is no kernel for `WarpRings`."""
+
+
+def default_schedules(tokens: int, units: Mapping[str, list[UnitWeight]]) -> Schedules:
+    """Of the table, or what comes next to that."""
     found: Schedules = {}
     for name, kind in KINDS.items():
         outputs, inputs, gated = LLAMA_8B.shapes[name]
-        schedule = norm_schedule(tokens, (1 + gated) * outputs, inputs, gated)
+        schedule = norm_schedule(tokens, (1 + gated) * outputs, inputs, gated, warps=takes(units[name][0]))
+        schedule = schedule or (WITHOUT_WARPS[kind] if tokens <= WITHOUT_WARPS[kind].tokens else None)
         if schedule is None:
             raise SystemExit(f"layers with norms take fewer than {tokens} tokens")
         found[kind] = schedule
@@ -173,7 +184,7 @@ def measure(weights: Weights, tokens: int, layers: int, args: argparse.Namespace
         return ms, f"| {tokens} | {name} | {ms:.3f} | {error(weights, chain, x)} |"
 
     yield figures("apart", apart)[1]
-    kept = default_schedules(tokens)
+    kept = default_schedules(tokens, weights.units)
     best, line = figures("fused", partial(fused, schedules=kept))
     yield line
     for kind, schedule in [] if args.no_search else candidates(tokens, args.candidates):
@@ -196,7 +207,7 @@ def compile_all(weights: Weights, args: argparse.Namespace) -> None:
 
     jobs: list[tuple[Callable[[Weights, Tensor, int], Tensor], int]] = []
     for tokens in args.tokens:
-        default = default_schedules(tokens)
+        default = default_schedules(tokens, weights.units)
         jobs += [(apart, tokens), (partial(fused, schedules=default), tokens)]
         if not args.no_search:
             tried = candidates(tokens, args.candidates)

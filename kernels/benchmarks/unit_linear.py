@@ -22,7 +22,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from bladellm_kernels.unit_linear import unit_linear
-from bladellm_kernels.unit_schedules import Dense, Gemv, ManyTokens, Ring, Schedule, Streamed, unit_schedule
+from bladellm_kernels.unit_schedules import (
+    Dense,
+    Gemv,
+    ManyTokens,
+    Ring,
+    Schedule,
+    Streamed,
+    WarpRings,
+    unit_schedule,
+)
 from bladellm_kernels.weight_units import UnitWeight, pack_units
 from gpu_timing import GpuTimer, machine
 
@@ -83,10 +92,16 @@ def make_shape(name: str, arguments: argparse.Namespace) -> Shape:
     return Shape(name, rows, columns, layers, dense)
 
 
+KINDS: dict[str, type[Schedule]] = {
+    "gemv": Gemv, "stream": Streamed, "many": ManyTokens, "dense": Dense, "ring": Ring, "warps": WarpRings
+}  # fmt: skip
+"""By the names that candidates begin with."""
+
+
 def parse_schedule(text: str) -> Schedule:
     kind, _, numbers = text.partition(":")
     values = [int(number) for number in numbers.split(",")]
-    return {"gemv": Gemv, "stream": Streamed, "many": ManyTokens, "dense": Dense, "ring": Ring}[kind](*values)
+    return KINDS[kind](*values)
 
 
 def default_schedule(tokens: int, shape: Shape) -> Schedule:

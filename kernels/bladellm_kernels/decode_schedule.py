@@ -38,8 +38,8 @@ lie. One or two sequences it reads faster by single heads. 256 sequences of 640 
 class DecodeSetting:
     """What is around decode attention in a step.
 
-    fused: linear layers that start early. late: the one behind can wait until attention has left its SMs. long: as of
-    `is_long`.
+    fused: linear layers that start early, beside it. late: the one behind can wait until attention has left its SMs.
+    long: as of `is_long`.
     """
 
     fused: bool = False

@@ -2,12 +2,13 @@
 
 import torch
 
+from bladellm_kernels import warp_units
 from bladellm_kernels.delayed_norm import DelayedNorm, check_norm_weight
 from bladellm_kernels.hopper_device import is_other_gpu
 from bladellm_kernels.linear_launch import NextNorm
 from bladellm_kernels.unit_call import UnitCall
 from bladellm_kernels.unit_launch import launch_units, norm_parts
-from bladellm_kernels.unit_schedules import NORM_SCHEDULES, NormSchedule, norm_schedule
+from bladellm_kernels.unit_schedules import NORM_SCHEDULES, NormSchedule, WarpRings, norm_schedule
 from bladellm_kernels.weight_units import UnitWeight
 
 
@@ -15,7 +16,13 @@ def unit_norm_schedule(tokens: int, weight: UnitWeight, gated: bool = False) -> 
     """The schedule of these operators for x of `tokens` rows, None where they are several operators."""
     if tokens == 0:
         return None
-    return norm_schedule(tokens, weight.rows, weight.columns, gated, rings=not is_other_gpu(weight.codes.device))
+    rings, warps = not is_other_gpu(weight.codes.device), warp_units.takes(weight)
+    return norm_schedule(tokens, weight.rows, weight.columns, gated, rings, warps)
+
+
+def takes_whole_sms(tokens: int, weight: UnitWeight) -> bool:
+    """Whether a program of these operators fills a multiprocessor."""
+    return isinstance(unit_norm_schedule(tokens, weight), WarpRings)
 
 
 def normed_unit_linear(
@@ -57,7 +64,7 @@ def unit_linear_add(
     if residual.shape != (len(x), weight.rows) or residual.dtype != x.dtype or residual.stride(1) != 1:
         raise ValueError(f"residual must be {x.dtype} [{len(x)}, {weight.rows}], got {list(residual.shape)}")
     chosen = schedule or _schedule(len(x), weight, False)
-    parts = norm_parts(len(x), weight.rows, weight.steps, chosen, x.device)
+    parts = norm_parts(len(x), weight, chosen, x.device)
     squares = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
     norm = DelayedNorm(torch.empty(residual.shape, dtype=x.dtype, device=x.device), squares, eps)
     behind = NextNorm(norm_weight, norm.weighted, squares)

@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from bladellm_kernels import warp_units
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.gemv_units_gluon import gemv_units_kernel
 from bladellm_kernels.linear_launch import norm_arguments
@@ -16,11 +17,12 @@ from bladellm_kernels.unit_schedules import (
     NormSchedule,
     Ring,
     Streamed,
+    WarpRings,
     round_share,
     stream_programs,
     stream_turns,
 )
-from bladellm_kernels.weight_units import TOKEN_TILES
+from bladellm_kernels.weight_units import TOKEN_TILES, UnitWeight
 
 
 def launch_units(call: UnitCall, schedule: NormSchedule) -> None:
@@ -29,15 +31,19 @@ def launch_units(call: UnitCall, schedule: NormSchedule) -> None:
         launch_gemv(call, schedule)
     elif isinstance(schedule, Streamed):
         launch_streamed(call, schedule)
+    elif isinstance(schedule, WarpRings):
+        warp_units.launch(call, schedule)
     else:
         launch_ring(call, schedule)
 
 
-def norm_parts(tokens: int, outputs: int, steps: int, schedule: NormSchedule, device: torch.device) -> int:
+def norm_parts(tokens: int, weight: UnitWeight, schedule: NormSchedule, device: torch.device) -> int:
     """Partial sums of squares that a launch leaves of each token, given a norm behind its outputs."""
     if isinstance(schedule, Streamed):
-        return _stream_programs(tokens, outputs, steps, schedule, device)
-    return -(-outputs // (schedule.outputs if isinstance(schedule, Ring) else schedule.rows))
+        return _stream_programs(tokens, weight.rows, weight.steps, schedule, device)
+    if isinstance(schedule, WarpRings):
+        return warp_units.square_parts(tokens, weight, schedule, multiprocessors(device))
+    return -(-weight.rows // (schedule.outputs if isinstance(schedule, Ring) else schedule.rows))
 
 
 def launch_gemv(call: UnitCall, schedule: Gemv) -> None:

@@ -102,7 +102,34 @@ class Ring:
     ahead: int = 0
 
 
-NormSchedule = Gemv | Streamed | Ring
+MOST_TOKENS_OF_WARPS = 8
+"""Of a product of a warp."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarpRings:
+    """`warp_units`, of 4 bits and up to 8 tokens: CTAs of `warps` warps, each of which has a ring of `stages` stages of
+    its own, and its own steps of K. Outputs are divided evenly among the multiprocessors.
+
+    ahead: stages that are asked for before the inputs are ready, 0 for all. ctas_per_sm: for which registers are left.
+    """
+
+    stages: int
+    warps: int = 16
+    ahead: int = 0
+    ctas_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stages < 2 or self.warps not in (8, 16, 32):
+            raise ValueError(f"rings have 2 stages or more, of 8, 16 or 32 warps: {self}")
+
+    @property
+    def tokens(self) -> int:
+        """Most of them."""
+        return MOST_TOKENS_OF_WARPS
+
+
+NormSchedule = Gemv | Streamed | Ring | WarpRings
 """Of kernels that have a residual and norms."""
 
 Schedule = NormSchedule | ManyTokens | Dense
@@ -164,21 +191,24 @@ GATED_SCHEDULES = {
 LEAST_GATED = 17
 """Fewest tokens of those: an operator apart is as fast of fewer."""
 
-_STREAM_NORM = Streamed(rows=16, warps=16, steps=2, depth=1)
+_WARPS = WarpRings(stages=3, warps=16)
 _RING_GATED = Ring(outputs=64, tokens=16, wide=2, stages=4, splits=1)
 
 NORM_SCHEDULES: dict[int, dict[Kind, NormSchedule]] = {
-    8: {"small": _STREAM_NORM, "middle": _GEMV, "wide": _STREAM_NORM, "long": _STREAM_LONG},
+    8: {"small": _WARPS, "middle": _GEMV, "wide": _WARPS, "long": _WARPS},
     16: {"small": _RING[16], "middle": _RING[16], "wide": _RING_GATED, "long": _RING[16]},
 }
 """The same of layers with norms, whatever their groups. Those with a gate are wide, other wide ones take what is for
 middle ones."""
 
 
-def norm_schedule(tokens: int, rows: int, columns: int, gated: bool, rings: bool = True) -> NormSchedule | None:
+def norm_schedule(
+    tokens: int, rows: int, columns: int, gated: bool, rings: bool = True, warps: bool = True
+) -> NormSchedule | None:
     """The schedule of a layer with norms, None where apart they are faster or a gate's outputs are no whole tiles.
 
-    rings: whether the device has the kernel of `Ring`; without it there is no schedule in its place."""
+    rings, warps: whether there is the kernel of `Ring`, and that of `WarpRings`, for the device and the weight; without
+    it there is no schedule in its place."""
     if gated and rows % (2 * TILE_ROWS):
         return None
     kind = weight_kind(rows, columns)
@@ -187,7 +217,8 @@ def norm_schedule(tokens: int, rows: int, columns: int, gated: bool, rings: bool
     elif kind in ("wide", "broad"):
         kind = "middle"
     chosen = next((kinds[kind] for most, kinds in NORM_SCHEDULES.items() if tokens <= most), None)
-    return None if isinstance(chosen, Ring) and not rings else chosen
+    missing = (isinstance(chosen, Ring) and not rings) or (isinstance(chosen, WarpRings) and not warps)
+    return None if missing else chosen
 
 
 def gated_schedule(tokens: int, rows: int, fine: bool = False, rings: bool = True) -> Ring | None:

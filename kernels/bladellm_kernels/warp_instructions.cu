@@ -1,4 +1,4 @@
-// Instructions of a warp for decode attention: copies into its ring, products of its own, numbers of 16 bits.
+// Instructions of a warp: copies into a ring of its own, products of its own, numbers of 16 bits.
 
 __device__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -58,6 +58,43 @@ __device__ void multiply_add(float (&sums)[4], const unsigned (&left)[4], const 
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
 
+__device__ void multiply_add_bfloats(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+
+// What other kernels wrote, once they have ended.
+__device__ uint4 load_inputs(const unsigned short* place) {
+    uint4 eight;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w)
+                 : "l"(place));
+    return eight;
+}
+
+__device__ uint4 load_piece(unsigned address) {
+    uint4 words;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(address)
+                 : "memory");
+    return words;
+}
+
+__device__ unsigned load_short(unsigned address) {
+    unsigned short bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+    return bits;
+}
+
+__device__ unsigned load_byte(unsigned address) {
+    unsigned bits;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");
+    return bits;
+}
+
 __device__ uint2 load_words(unsigned address) {
     uint2 words;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
@@ -93,6 +130,12 @@ __device__ float power_of_two(float exponent) {
     return power;
 }
 
+__device__ float inverse_root(float number) {
+    float root;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(number));
+    return root;
+}
+
 __device__ float binary_log(float number) {
     float log;
     asm("lg2.approx.f32 %0, %1;" : "=f"(log) : "f"(number));
@@ -115,6 +158,13 @@ __device__ float widened_half(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+}
+
+// `units & mask | bits`, which a compiler makes two instructions of where both are constants.
+__device__ unsigned masked_with(unsigned units, unsigned mask, unsigned bits) {
+    unsigned found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(found) : "r"(units), "r"(mask), "r"(bits));
+    return found;
 }
 
 __device__ unsigned difference_of_halves(unsigned pair, unsigned less) {

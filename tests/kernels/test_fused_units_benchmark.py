@@ -36,7 +36,8 @@ def test_both_chains_are_the_same_step(script, numbers, monkeypatch):
     weights = script.random_weights(Sizes(2, 4, 2, 16, 128, 90), *numbers, torch.float32, "cpu")
     x = torch.randn(3, 64)
     expected = reference(weights.dense, x, partial(script.queries_only, hidden=64))
-    found = script.apart(weights, x, 2), script.fused(weights, x, 2, script.default_schedules(3))
+    default = script.default_schedules(3, weights.units)
+    found = script.apart(weights, x, 2), script.fused(weights, x, 2, default)
     others = {"middle": Gemv(16, 2, 1), "small": Streamed(16, 4, 1, 2), "gated": None, "wide": Gemv(32, 4, 1)}
     found += (script.apart(weights, x, 2, others),)
     for logits in found:

@@ -3,8 +3,6 @@
 import ctypes
 import dataclasses
 import random
-import shutil
-import subprocess
 from ctypes import c_int, c_long, c_uint, c_void_p
 from pathlib import Path
 
@@ -20,29 +18,18 @@ from bladellm_kernels.warp_rings import PARTS, Problem, RingPlan, arguments, rin
 from tests.kernels.conditions import assert_close
 from tests.kernels.decode_support import Case, decode_case
 from tests.kernels.test_ring_decode import newest_rows
-from tests.kernels.warp_support import LENS, SCHEDULES, TYPES, merged, planned_call
+from tests.kernels.warp_support import HERE, LENS, SCHEDULES, TYPES, compile_on_host, merged, planned_call
 from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).parent
-
 
 def host_library(plan: RingPlan, folder: Path) -> ctypes.CDLL:
     """The kernel's source, but for the instructions that it names, compiled for the host."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no compiler for the host")
     _, defines = source(plan)
     parts = [Path(warp_rings.__file__).with_name(name) for name in PARTS]
     assert parts[0].name == "warp_instructions.cu"
-    files = HERE / "warp_on_host.h", *parts[1:], HERE / "warp_rings_host.cpp"
-    (folder / "host.cpp").write_text("\n".join(file.read_text() for file in files))
-    macros = [f"-D{name}={value}" for name, value in defines.items()]
-    line = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *macros, "host.cpp", "-o", "host.so"]
-    subprocess.run(line, cwd=folder, check=True, capture_output=True, timeout=300)
-    library = ctypes.CDLL(str(folder / "host.so"))
-    library.run.restype = c_long
+    library = compile_on_host(parts[1:], HERE / "warp_rings_host.cpp", defines, 32 * warp_rings.WARPS, folder)
     library.run.argtypes = (c_void_p, c_int, c_void_p, c_long, c_void_p, c_uint)
     return library
 

@@ -1,7 +1,7 @@
-// The words of CUDA C++ that warp_rings.cu is written with, for a compiler of the host: the lanes of a CTA are fibers
-// that meet where an instruction takes a whole warp. Copies come as late as they may.
+// The words of CUDA C++ that kernels of warps with rings are written with, for a compiler of the host: the lanes of a CTA
+// are fibers that meet where an instruction takes a whole warp. Copies come as late as they may.
 //
-// What a kernel calls beside C++ itself is defined here; `run` in warp_rings_host.cpp starts CTAs one by one.
+// What a kernel calls beside C++ itself is defined here, but for `run_ctas` in warp_ctas_on_host.h. HOST_THREADS: of a CTA.
 
 #include <ucontext.h>
 
@@ -27,16 +27,24 @@ struct uint2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index {
     unsigned x;
 };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 using std::max;
 using std::min;
 
-constexpr int WARP = 32, THREADS = 128;
+constexpr int WARP = 32, THREADS = HOST_THREADS;
 constexpr unsigned SHARED_BYTES = 232448;
 alignas(1024) static unsigned char shared_memory[SHARED_BYTES];
 
@@ -251,7 +259,10 @@ struct Operands {
     unsigned left[4], right[2];
 };
 
-static void multiply_add(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+static float bfloat_to_float(unsigned bits) { return __uint_as_float(bits << 16); }
+
+template <float (*WIDENED)(unsigned)>
+static void multiply_add_of(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
     Operands given;
     std::copy(sums, sums + 4, given.sums);
     std::copy(left, left + 4, given.left);
@@ -267,8 +278,8 @@ static void multiply_add(float (&sums)[4], const unsigned (&left)[4], const unsi
                     const int row = lane / 4, pair = lane % 4 * 2 + each;
                     for (int half = 0; half < 2; ++half)
                         a[row + 8 * half][pair + 8 * more] =
-                            half_to_float(lanes[lane]->left[2 * more + half] >> 16 * each & 0xFFFF);
-                    b[pair + 8 * more][row] = half_to_float(lanes[lane]->right[more] >> 16 * each & 0xFFFF);
+                            WIDENED(lanes[lane]->left[2 * more + half] >> 16 * each & 0xFFFF);
+                    b[pair + 8 * more][row] = WIDENED(lanes[lane]->right[more] >> 16 * each & 0xFFFF);
                 }
         for (int lane = 0; lane < WARP; ++lane)
             for (int each = 0; each < 4; ++each) {
@@ -281,6 +292,22 @@ static void multiply_add(float (&sums)[4], const unsigned (&left)[4], const unsi
     std::copy(found.of, found.of + 4, sums);
 }
 
+static void multiply_add(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+    multiply_add_of<half_to_float>(sums, left, right);
+}
+
+static void multiply_add_bfloats(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+    multiply_add_of<bfloat_to_float>(sums, left, right);
+}
+
+// Of the kernel in front.
+static uint4 load_inputs(const unsigned short* place) {
+    if (!self().waited || reinterpret_cast<uintptr_t>(place) % 16) std::abort();
+    uint4 eight;
+    std::memcpy(&eight, place, 16);
+    return eight;
+}
+
 template <class Value>
 static Value shared_value(unsigned address) {
     if (address % sizeof(Value)) std::abort();
@@ -289,6 +316,9 @@ static Value shared_value(unsigned address) {
     return value;
 }
 
+static uint4 load_piece(unsigned address) { return shared_value<uint4>(address); }
+static unsigned load_short(unsigned address) { return shared_value<uint16_t>(address); }
+static unsigned load_byte(unsigned address) { return shared_memory[address]; }
 static uint2 load_words(unsigned address) { return shared_value<uint2>(address); }
 static float load_number(unsigned address) { return shared_value<float>(address); }
 static float4 load_numbers(unsigned address) { return shared_value<float4>(address); }
@@ -298,6 +328,7 @@ static void store_pair(unsigned address, float first, float second) {
     store_number(address + 4, second);
 }
 static float power_of_two(float exponent) { return std::exp2(exponent); }
+static float inverse_root(float number) { return 1.0f / std::sqrt(number); }
 static float binary_log(float number) { return std::log2(number); }
 static unsigned rounded_halves(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
 static unsigned rounded_bfloat(float value) {
@@ -308,6 +339,7 @@ static unsigned rounded_bfloats(float low, float high) { return rounded_bfloat(l
 static float widened_half(unsigned short bits) { return half_to_float(bits); }
 static float lower(unsigned pair) { return half_to_float(pair & 0xFFFF); }
 static float upper(unsigned pair) { return half_to_float(pair >> 16); }
+static unsigned masked_with(unsigned units, unsigned mask, unsigned bits) { return units & mask | bits; }
 static unsigned difference_of_halves(unsigned pair, unsigned less) {
     return rounded_halves(lower(pair) - lower(less), upper(pair) - upper(less));
 }

@@ -1,10 +1,12 @@
-// Behind warp_on_host.h and the kernel: CTAs of `warp_rings` one by one, their warps at paces of their own.
+// Behind warp_on_host.h, the kernel and warp_ctas_on_host.h: `warp_rings` on the host.
 
 static Problem given;
 unsigned char shared[1];
 
 static void start() {
     warp_rings(given);
+    // What comes next may start when what it needs of the plan is there.
+    if (!let_next) std::abort();
     self().ended = true;
     yield();
 }
@@ -17,44 +19,5 @@ extern "C" long run(const Problem* problem, int grid, const unsigned char* fresh
     fresh_from = fresh;
     fresh_to = fresh + fresh_bytes;
     stale = before;
-    chance.seed(seed);
-    meetings_of_the_block = 0;
-    for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(grid); ++blockIdx.x) {
-        std::memset(shared_memory, 0x7E, SHARED_BYTES);
-        let_next = false;
-        block_meeting = Meeting();
-        for (int warp = 0; warp < THREADS / WARP; ++warp) warps[warp] = Meeting();
-        for (int thread = 0; thread < THREADS; ++thread) {
-            Fiber& fiber = fibers[thread];
-            fiber.stack.resize(1 << 16);
-            fiber.ended = fiber.waited = false;
-            fiber.groups.clear();
-            fiber.open.clear();
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &scheduler;
-            makecontext(&fiber.context, start, 0);
-        }
-        int left = THREADS;
-        long idle = 0;
-        while (left > 0) {
-            // A warp goes on for some time alone.
-            const int warp = chance() % (THREADS / WARP), rounds = 1 + chance() % 60;
-            for (int round = 0; round < rounds; ++round)
-                for (int lane = 0; lane < WARP; ++lane) {
-                    threadIdx.x = warp * WARP + lane;
-                    if (fibers[threadIdx.x].ended) continue;
-                    swapcontext(&scheduler, &fibers[threadIdx.x].context);
-                    if (fibers[threadIdx.x].ended) {
-                        --left;
-                        if (!fibers[threadIdx.x].waited) return -1;
-                        idle = 0;
-                    }
-                }
-            if (++idle > 1000000) return -1;
-        }
-        if (!let_next) return -1;
-    }
-    return meetings_of_the_block;
+    return run_ctas(grid, start, seed) ? meetings_of_the_block : -1;
 }

@@ -4,9 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
+from bladellm_kernels import unit_schedules
 from bladellm_kernels.delayed_norm import delayed_norm
+from bladellm_kernels.unit_schedules import Gemv, Streamed, WarpRings
 from bladellm_kernels.weight_units import UnitWeight
 
+from bladellm_runtime.layers.parallel import RowParallelLinear
 from bladellm_runtime.layers.quantized_linear import QuantizedLinear
 from bladellm_runtime.models.decoder import Decoder
 from bladellm_runtime.quantization.scheme import Scheme
@@ -19,6 +22,11 @@ pytest.importorskip("triton")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
 TOKENS = 3
+FEW_TOKENS = {
+    "small": Streamed(16, 16, 2, 1), "middle": Gemv(16, 4, 4),
+    "wide": Streamed(16, 16, 2, 1), "long": Streamed(16, 8, 2, 2, programs_per_sm=2),
+}  # fmt: skip
+"""Kernels that run in Python, in place of those in CUDA C++."""
 LAYER_ERROR, LINEARS = 1e-5, 8
 """Of one unit weight's float32 sums, by their largest, and how many there are one behind another."""
 
@@ -27,7 +35,7 @@ LAYER_ERROR, LINEARS = 1e-5, 8
 def on_units(monkeypatch):
     """Weights are packed as on a Hopper, for activations of every type, and their kernels run in Python, of one row
     too."""
-    monkeypatch.setattr("bladellm_runtime.layers.quantized_linear.FUSED_ROWS", 1)
+    monkeypatch.setitem(unit_schedules.NORM_SCHEDULES, 8, FEW_TOKENS)
     for module in ("w4a16_linear", "w8a16_linear"):
         monkeypatch.setattr(f"bladellm_kernels.{module}.runs_on_units", lambda *weight: True)
     run_units_in_python(monkeypatch, True)
@@ -84,6 +92,18 @@ def test_each_compound_is_that_of_the_weight_it_stands_for(scheme, rows, on_unit
     assert stream is residual
     assert_rounded(stream, expected)
     assert torch.equal(found.weighted, stream * norm_weight)
+
+
+def test_few_rows_take_whole_multiprocessors(on_units, monkeypatch):
+    """Where there is a kernel of warps with rings of their own; attention then leaves no room beside its programs."""
+    layer = QuantizedLinear(round_weight(torch.randn(128, 256), SCHEMES[0], torch.float16), None, torch.bfloat16)
+    assert all(layer.shares_sms(rows) for rows in (1, 8, 9, 16, 17))
+    monkeypatch.setitem(unit_schedules.NORM_SCHEDULES, 8, dict.fromkeys(FEW_TOKENS, WarpRings(3)))
+    assert layer.shares_sms(8), "on a CPU nothing is fused"
+    monkeypatch.setattr("bladellm_kernels.warp_units.takes", lambda weight: True)
+    assert layer.fuses(1)
+    assert [layer.shares_sms(rows) for rows in (1, 8, 9, 16, 17)] == [False, False, True, True, True]
+    assert not RowParallelLinear(layer, mock.Mock()).shares_sms(1)
 
 
 def assert_rounded(y: torch.Tensor, expected: torch.Tensor) -> None:
