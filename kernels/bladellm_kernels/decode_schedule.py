@@ -26,6 +26,7 @@ _LONG_EACH = 2048
 """KV tokens that sequences of a `long` step have on average, at least: the ends of their segments weigh little then."""
 _MANY_KV_HEADS = 16
 FEW_SEQUENCES = range(3, 17)
+_PLAIN_BYTES = 512
 _FEW_BYTES = 128
 TOGETHER = 2
 """Where K and V of a token and head are no more than `_FEW_BYTES`, a program takes two of many KV heads, of many
@@ -104,6 +105,11 @@ WARP_SPECIALIZED_SCHEDULES = {
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half. Of 512
 bytes two programs leave no shared memory for a third."""
 
+_WHOLE_BLOCKS = 8
+"""`segment_blocks` of `_MANY_SEQUENCES` and more in 512 bytes: cuts then move to borders of sequences that lie further
+away. On an H100 128 of 520 to 640 tokens take 102.3 µs instead of 105.4, 256 of them 203.0 of 205.0, 256 of 512 178.9 of
+179.9."""
+
 PRIVATE_SCHEDULE = DecodeSchedule(128, 5, 4, 2, warp_specialized=True, merge_beside=True, private_rings=True)
 """Of the 128 bytes that 4 bits make of K and V of a head of 128, for fewer than `_MANY_SEQUENCES` or long ones: on an
 H200 22.2 µs instead of 23.6 for one of 70,000 tokens, 36.1 of 38.4 for 32 of 4,096, but 22.3 of 21.6 for 64 of 1,024
@@ -164,6 +170,8 @@ def default_schedule(
 def _in_step(token_bytes: int, batch: int, setting: DecodeSetting, kv_heads: int) -> DecodeSchedule:
     """Warp-specialized, of warps that share their blocks, and of `TOGETHER` heads where that is faster."""
     schedule = WARP_SPECIALIZED_SCHEDULES[token_bytes]
+    if batch >= _MANY_SEQUENCES and token_bytes == _PLAIN_BYTES:
+        schedule = replace(schedule, segment_blocks=_WHOLE_BLOCKS)
     together = kv_heads >= _MANY_KV_HEADS or batch >= _MANY_SEQUENCES or (setting.long and batch in FEW_SEQUENCES)
     heads = gcd(kv_heads, TOGETHER) if token_bytes <= _FEW_BYTES and together else 1
     return replace(schedule, block_kv=schedule.block_kv // heads, lane_heads=heads)

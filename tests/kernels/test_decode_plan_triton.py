@@ -83,7 +83,7 @@ def interpret_plans(count=100):
         most = random.choice([query_len, 70, 1000])
         lens = [random.choice([0, random.randint(query_len, most)]) for _ in range(random.randint(1, 20))]
         window = random.choice([None, 1, 50, 300])
-        programs, segment_blocks = random.choice([1, 2, 7, 33]), random.choice([0, 1, 2, 5])
+        programs, segment_blocks = random.choice([1, 2, 7, 33]), random.choice([0, 1, 2, 5, 8])
         check_plan(lens, window, query_len, random.choice([16, 64]), programs, segment_blocks)
     check_even_ranges()
     # Whole sequences where programs can take as many each: 16 blocks, 9, and long ones.

@@ -72,7 +72,19 @@ def test_greedy_tokens_are_the_same_fused_and_apart(scheme, family, tmp_path, on
 
 @pytest.mark.parametrize(("scheme", "rows"), some_pairs(SCHEMES, [3, 9, 16]), ids=str)
 def test_each_compound_is_that_of_the_weight_it_stands_for(scheme, rows, on_units):
-    """In float64; of codes in an order of their own, with a bias."""
+    check_compounds(scheme, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("scheme", SCHEMES[:2], ids=str)
+def test_each_compound_on_a_gpu(scheme, rows):
+    with torch.device("cuda"):
+        check_compounds(scheme, rows)
+
+
+def check_compounds(scheme: Scheme, rows: int) -> None:
+    """In float64; of codes in an order of their own, with a bias; on the default device."""
     weight = round_weight(torch.randn(256, 128) / 8, scheme, torch.float16, torch.randperm(128))
     wide, bias = weight.dequantize().double(), torch.randn(256).bfloat16()
     layer = QuantizedLinear(weight, bias, torch.bfloat16)
