@@ -107,8 +107,7 @@ bytes two programs leave no shared memory for a third."""
 
 _WHOLE_BLOCKS = 8
 """`segment_blocks` of `_MANY_SEQUENCES` and more in 512 bytes: cuts then move to borders of sequences that lie further
-away. On an H100 128 of 520 to 640 tokens take 102.3 µs instead of 105.4, 256 of them 203.0 of 205.0, 256 of 512 178.9 of
-179.9."""
+away. On an H100 128 of 520 to 640 tokens take 102.3 µs instead of 105.4, 256 of them 203.0 instead of 205.0."""
 
 PRIVATE_SCHEDULE = DecodeSchedule(128, 5, 4, 2, warp_specialized=True, merge_beside=True, private_rings=True)
 """Of the 128 bytes that 4 bits make of K and V of a head of 128, for fewer than `_MANY_SEQUENCES` or long ones: on an

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bladellm_kernels.cuda_compiler import compile_cuda, find_compiler
+from bladellm_kernels.cuda_compiler import compile_cuda
 from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
 from bladellm_kernels.hopper_device import is_hopper
 from bladellm_kernels.multiprocessors import multiprocessors
@@ -115,7 +115,7 @@ class WarpPlan:
 def takes(weight: UnitWeight) -> bool:
     """Whether the kernel is for a weight, 4 bits in whole tiles and steps with scales of 16 bits, and for its device,
     and can be compiled."""
-    return fits(weight) and is_hopper(weight.codes.device) and _has_compiler()
+    return fits(weight) and is_hopper(weight.codes.device) and _runs_on(weight.codes.get_device())
 
 
 def fits(weight: UnitWeight) -> bool:
@@ -125,11 +125,12 @@ def fits(weight: UnitWeight) -> bool:
 
 
 @cache
-def _has_compiler() -> bool:
-    """Whether there is one; a warning says what stands in without it."""
+def _runs_on(index: int) -> bool:
+    """Whether the kernel, of the smallest plan, can be compiled and loaded; a warning says what stands in where not."""
+    least = WarpPlan(WarpRings(2), 1, 1, 1, 1, 1, False, True, False, 1, False, False, False, False, False)
     try:
-        find_compiler()
-    except OSError as error:
+        _kernel(least, index)
+    except (OSError, RuntimeError) as error:
         warnings.warn(f"4-bit layers of few tokens are left to Triton: {error}", stacklevel=2)
         return False
     return True

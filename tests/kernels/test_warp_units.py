@@ -151,6 +151,20 @@ def test_what_the_kernel_is_for():
             WarpRings(*wrong)
 
 
+def test_triton_stands_in_without_a_compiler(monkeypatch):
+    def fail(*given: object, **named: object) -> bytes:
+        raise OSError("there is no NVRTC")
+
+    monkeypatch.setattr(warp_units, "compile_cuda", fail)
+    monkeypatch.setattr(warp_units, "is_hopper", lambda device: True)
+    warp_units._runs_on.cache_clear()
+    weight = pack_units(*layer(64, 256, 2, 4, True, "cpu"), 4)
+    with pytest.warns(UserWarning, match="no NVRTC"):
+        assert not warp_units.takes(weight)
+    assert not warp_units.takes(weight), "it is said once"
+    warp_units._runs_on.cache_clear()
+
+
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
