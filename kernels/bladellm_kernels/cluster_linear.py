@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from bladellm_kernels.cuda_compiler import compile_cuda
-from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.cuda_kernel import CudaKernel, KeptLaunches, PreparedLaunch
 from bladellm_kernels.hopper_parts import (
     GROUP_ROWS,
     ROW_BYTES,
@@ -33,12 +33,10 @@ MAX_GROUPS = 4
 MAX_CLUSTER = 8
 """CTAs of a cluster that every launch may have. On an H200 32 clusters of four do not fit at once: each lies in one
 part of the GPU, and some parts presumably have two multiprocessors left."""
-MAX_LAUNCHES = 4096
-"""Kept, with the addresses that they are for; with more of them all are made anew."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 
-_launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
+_launches = KeptLaunches()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,6 @@ def launch_cluster_linear(
     try:
         prepared = _launches[key]
     except KeyError:
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
         prepared = _launches[key] = _prepare(x, weight, out, residual, schedule)
     if prepared is None:
         return False

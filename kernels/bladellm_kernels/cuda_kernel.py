@@ -31,6 +31,7 @@ import torch
 
 MAX_CLUSTER, MAX_PORTABLE_CLUSTER = 16, 8
 MAX_THREADS = 1024
+MAX_LAUNCHES = 4096
 
 INVALID_VALUE = 1
 """CUresult, CUDA_ERROR_INVALID_VALUE."""
@@ -247,6 +248,20 @@ class PreparedLaunch:
         status = self._launch(*self._given)
         if status:
             self.kernel.driver.check(f"launch of {self.kernel.name}", status)
+
+
+class KeptLaunches(dict[tuple[object, ...], PreparedLaunch | None]):
+    """Launches by what they are for, the addresses among it; None where a kernel does not do it. With more than `most`
+    of them all are made anew."""
+
+    def __init__(self, most: int = MAX_LAUNCHES) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: tuple[object, ...], launch: PreparedLaunch | None) -> None:
+        if len(self) >= self._most and key not in self:
+            self.clear()
+        super().__setitem__(key, launch)
 
 
 def _check_shape(grid: tuple[int, int, int], threads: int, cluster: int) -> None:

@@ -18,7 +18,6 @@ constexpr int SEQUENCE_FIELDS = 5;
 constexpr int PROGRAM_FIELDS = 3;
 
 constexpr unsigned LINE_BYTES = 128;
-constexpr unsigned PIECE_BYTES = 16;
 // A copy of a whole warp.
 constexpr int COPY_TOKENS = 4;
 constexpr int COPIES = TOKENS / COPY_TOKENS;
@@ -36,7 +35,6 @@ static_assert(TOTALS_AT + 4 * ROWS <= STAGE_BYTES, "a state fits a stage");
 static_assert(GROUP <= ROWS && GRANULE_TOKENS % BLOCK == 0, "rows of a tile, and blocks of a granule");
 
 constexpr float LOWEST = -1e30f;
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 // What a code of 1 counts among values, and 16 times that, among keys.
 constexpr float CODE_STEP = 1.0f / (1 << 24);
@@ -44,7 +42,6 @@ constexpr float KEY_STEP = 16.0f * CODE_STEP;
 constexpr float OFFSET = 8.0f;
 // The exponent by which probabilities are raised before they are multiplied by scales and rounded.
 constexpr float RAISED = 2.0f;
-constexpr unsigned WHOLE_WARP = 0xFFFFFFFF;
 
 // Strides of queries and outputs in numbers, of memory in bytes.
 struct Problem {
@@ -66,18 +63,6 @@ struct Problem {
     // Whether a kernel in front has waited for the plan: it can be read at once.
     int settled;
     float scale;
-};
-
-struct Lane {
-    int lane, warp, row, pair;
-
-    __device__ Lane() {
-        lane = static_cast<int>(threadIdx.x) % 32;
-        warp = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x) / 32, 0);
-        // Of a product's operands and sums.
-        row = lane / 4;
-        pair = lane % 4;
-    }
 };
 
 // Where a lane reads matrices and scales in a stage, and where it writes.

@@ -2,7 +2,7 @@
 // memory, fills it itself, and meets the others at the end of a segment only.
 //
 // A CTA takes a range of blocks of 128 tokens of a KV head, a warp 32 tokens of every block. In front of this text are
-// warp_instructions.cu, warp_memory.cu and warp_blocks.cu.
+// warp_instructions.cu, warp_lane.cu, warp_memory.cu and warp_blocks.cu.
 
 __device__ float summed_over_tokens(float sum) {
 #pragma unroll

@@ -14,21 +14,18 @@ from pathlib import Path
 import torch
 
 from bladellm_kernels.cuda_compiler import compile_cuda
-from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.cuda_kernel import CudaKernel, KeptLaunches
 from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_launch import register_limit
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.hopper_device import on_hopper
+from bladellm_kernels.hopper_parts import SHARED_BYTES
 from bladellm_kernels.merge_attention_triton import MERGE_REGISTERS
 
 FORMATS = ("int4", "int4_affine")
 WARPS, BLOCK_KV, HEAD_DIM, MAX_GROUP = 4, 128, 128, 8
 MIN_STAGES = 2
-SHARED_BYTES = 232448
-"""Most shared memory of a CTA on a Hopper."""
-MAX_LAUNCHES = 4096
-"""Kept, with the addresses that they are for; with more of them all are made anew."""
 
 _THREADS = 32 * WARPS
 _TOKEN_BYTES = 128
@@ -38,10 +35,10 @@ _PIECE_BYTES = 16
 _MOST_REGISTERS = 255
 _TYPES = (torch.bfloat16, torch.float16)
 _SOURCE = Path(__file__).with_suffix(".cu")
-PARTS = "warp_instructions.cu", "warp_memory.cu", "warp_blocks.cu", "warp_rings.cu"
+PARTS = "warp_instructions.cu", "warp_lane.cu", "warp_memory.cu", "warp_blocks.cu", "warp_rings.cu"
 """Files of the kernel's text, in this order."""
 
-_launches: dict[tuple[object, ...], PreparedLaunch] = {}
+_launches = KeptLaunches()
 
 
 class Problem(ctypes.Structure):
@@ -125,8 +122,6 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
         kernel = _kernel(plan, call.q.get_device())
         if kernel is None:
             raise RuntimeError("the kernel does not take this: ask `takes` first")
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
         prepared = kernel.prepare((grid, 1, 1), _THREADS, plan.shared_bytes, 1, early, Problem(*given))
         _launches[key] = prepared
     prepared.run()

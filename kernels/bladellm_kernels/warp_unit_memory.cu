@@ -15,7 +15,6 @@ constexpr int ROW_TILE = 16, BLOCK_TILES = 4;
 constexpr int PARTS = 4;
 constexpr int STEP = 128;
 constexpr int GROUPS = PARTS / GROUP_PARTS;
-constexpr unsigned PIECE_BYTES = 16;
 // Of a tile's codes in a step, and of the rows of which a lane has one.
 constexpr unsigned TILE_BYTES = 1024, HALF_TILE_BYTES = 512;
 constexpr unsigned SCALE_BYTES = 2 * ROW_TILE, ZERO_BYTES = ZEROS * ROW_TILE;
@@ -35,7 +34,8 @@ static_assert(!GATED || WIDTH == 2, "the gate's rows and those that they multipl
 
 // Warps share the tokens' outputs: some of the same token, 32 outputs each.
 constexpr int SLICES = WARPS / TOKENS;
-constexpr int ROUNDS = (OUTPUTS + 32 * SLICES - 1) / (32 * SLICES);
+constexpr int ROUND_OUTPUTS = 32 * SLICES;
+constexpr int ROUNDS = (OUTPUTS + ROUND_OUTPUTS - 1) / ROUND_OUTPUTS;
 constexpr int SQUARE_SLICES = (OUTPUTS + 31) / 32 < SLICES ? (OUTPUTS + 31) / 32 : SLICES;
 
 // Codes lie in the low bits of 1024 in float16, of 128 in bfloat16. Sums of products of `1024 + code` would lose too much
@@ -44,8 +44,6 @@ constexpr bool SUBTRACTS = HALF;
 constexpr unsigned ONE = HALF ? 0x64006400 : 0x43004300;
 // In bfloat16, twice: -1, or -136.
 constexpr unsigned LESS = ZEROS ? 0xBF80BF80 : 0xC308C308;
-constexpr unsigned WHOLE_WARP = 0xFFFFFFFF;
-constexpr float LOG2E = 1.4426950408889634f;
 
 struct Problem {
     const unsigned short* x;
@@ -63,18 +61,6 @@ struct Problem {
     // outputs: of all CTAs.
     int tokens, outputs, groups, front_parts;
     float inputs, eps;
-};
-
-struct Lane {
-    int lane, warp, row, pair;
-
-    __device__ Lane() {
-        lane = static_cast<int>(threadIdx.x) % 32;
-        warp = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x) / 32, 0);
-        // Of a product's operands and sums.
-        row = lane / 4;
-        pair = lane % 4;
-    }
 };
 
 // Of all tiles of outputs, of 16 rows, those of this CTA: as many as others have, or one less.
@@ -96,30 +82,11 @@ struct Share {
     }
 };
 
-// A warp's way through its CTA's tiles: its steps of one turn after the other.
-struct Way {
-    int turn, step;
-
-    __device__ explicit Way(int warp) : turn(0), step(warp) {}
-
-    // Whether the next step is one of another turn.
-    __device__ bool go_on(int warp) {
-        step += WARPS;
-        const bool turns = step >= STEPS;
-        if (turns) {
-            step = warp;
-            ++turn;
-        }
-        return turns;
-    }
-};
-
-// Asks for one stage after the other.
+// Asks for one stage after the other: a warp's steps of one turn after another.
 struct Fetcher {
     const Problem& problem;
     Share share;
-    Way way;
-    int lane, warp, turns;
+    int lane, warp, turns, turn, step;
     // The lane's pieces of a turn's tiles in the warp's next step.
     const unsigned char* codes[WIDTH];
     // What the lane copies of the scales and zero points of a step: of which tile, and where that is in a group's.
@@ -127,7 +94,8 @@ struct Fetcher {
     const unsigned char* factors;
 
     __device__ Fetcher(const Problem& given, const Share& its, const Lane& at)
-        : problem(given), share(its), way(at.warp), lane(at.lane), warp(at.warp), turns(at.warp < STEPS ? its.turns() : 0) {
+        : problem(given), share(its), lane(at.lane), warp(at.warp), turns(at.warp < STEPS ? its.turns() : 0), turn(0),
+          step(at.warp) {
         factor_place = lane / FACTOR_PIECES;
         const int piece = lane % FACTOR_PIECES;
         const bool scale = piece < 2 * GROUPS;
@@ -141,17 +109,17 @@ struct Fetcher {
     __device__ void open() {
 #pragma unroll
         for (int place = 0; place < WIDTH; ++place) {
-            const int tile = share.tile(problem, way.turn, place);
+            const int tile = share.tile(problem, turn, place);
             const long long block = static_cast<long long>(tile / BLOCK_TILES) * STEPS + warp;
             codes[place] = problem.codes + (block * BLOCK_TILES + tile % BLOCK_TILES) * TILE_BYTES + lane * PIECE_BYTES;
         }
-        const int tile = share.tile(problem, way.turn, factor_place);
+        const int tile = share.tile(problem, turn, factor_place);
         const long long row = static_cast<long long>(tile / BLOCK_TILES) * problem.groups * BLOCK_TILES + tile % BLOCK_TILES;
         factors = (factor_bytes == 2 ? problem.scales : problem.zeros) + row * (ROW_TILE * factor_bytes) + factor_piece;
     }
 
     __device__ void ask(unsigned stage) {
-        if (way.turn < turns) {
+        if (turn < turns) {
             const unsigned to = stage + lane * PIECE_BYTES;
 #pragma unroll
             for (int place = 0; place < WIDTH; ++place) {
@@ -160,11 +128,15 @@ struct Fetcher {
                 codes[place] += WARPS * BLOCK_TILES * TILE_BYTES;
             }
             if (lane < WIDTH * FACTOR_PIECES) {
-                const int of_step = GROUP_STEPS == 0 ? 0 : way.step / (GROUP_STEPS ? GROUP_STEPS : 1);
-                const int group = GROUPS > 1 ? way.step * GROUPS + factor_group : of_step;
+                const int of_step = GROUP_STEPS == 0 ? 0 : step / (GROUP_STEPS ? GROUP_STEPS : 1);
+                const int group = GROUPS > 1 ? step * GROUPS + factor_group : of_step;
                 copy_piece(to + FACTORS_AT, factors + group * (BLOCK_TILES * ROW_TILE) * factor_bytes);
             }
-            if (way.go_on(warp) && way.turn < turns) open();
+            step += WARPS;
+            if (step >= STEPS) {
+                step = warp;
+                if (++turn < turns) open();
+            }
         }
         close_copies();
     }

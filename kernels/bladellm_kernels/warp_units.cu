@@ -1,7 +1,7 @@
 // y = x · weightᵀ for a few tokens and codes of 4 bits: every warp has a ring of its own in shared memory, fills it
 // itself, and meets the others once, when all its sums are there.
 //
-// In front of this text are warp_instructions.cu and warp_unit_memory.cu.
+// In front of this text are warp_instructions.cu, warp_lane.cu and warp_unit_memory.cu.
 
 __device__ void multiply(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
     if (HALF)
@@ -160,15 +160,10 @@ __device__ float summed(const Problem& problem, unsigned scratch, int row, int o
     return sum;
 }
 
-struct Output {
-    int token, number;
-    bool there;
-    float residual;
-};
-
-__device__ float finish(const Problem& problem, const Output& output, unsigned scratch, int place, float factor) {
-    const unsigned sums = scratch + 4 * output.token * TOKEN_SUMS;
-    const int number = output.number;
+// Writes one of a token's outputs, which its CTA has at `place`. Returns its square.
+__device__ float finish(
+    const Problem& problem, unsigned scratch, int token, int number, int place, float factor, float residual) {
+    const unsigned sums = scratch + 4 * token * TOKEN_SUMS;
     float value;
     if (GATED) {
         const int row = place / ROW_TILE * (2 * ROW_TILE) + place % ROW_TILE;
@@ -178,14 +173,13 @@ __device__ float finish(const Problem& problem, const Output& output, unsigned s
     } else {
         value = summed(problem, sums, place, number, factor);
     }
-    if (RESIDUAL) value += output.residual;
-    const unsigned short bits = rounded(value);
-    problem.out[static_cast<long long>(output.token) * problem.out_stride + number] = bits;
-    value = widened(bits);
+    const unsigned short bits = rounded(value + residual);
+    problem.out[static_cast<long long>(token) * problem.out_stride + number] = bits;
+    const float stream = widened(bits);
     if (BEHIND)
-        problem.weighted[static_cast<long long>(output.token) * problem.outputs + number] =
-            rounded(value * widened(problem.norm_weight[number]));
-    return value * value;
+        problem.weighted[static_cast<long long>(token) * problem.outputs + number] =
+            rounded(stream * widened(problem.norm_weight[number]));
+    return stream * stream;
 }
 
 extern "C" __global__ void __maxnreg__(REGISTERS) warp_units(const __grid_constant__ Problem problem) {
@@ -235,23 +229,26 @@ extern "C" __global__ void __maxnreg__(REGISTERS) warp_units(const __grid_consta
         }
         leave_sums(totals, at, scratch, turn);
     }
-    Output outputs[ROUNDS];
+    // The warp's outputs are those from `first` on, round by round.
+    const int first = slice * 32 + at.lane, outputs = token < problem.tokens ? share.count * ROW_TILE : 0;
+    float residuals[ROUNDS] = {};
+    if (RESIDUAL) {
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const int place = (round * SLICES + slice) * 32 + at.lane;
-        const int number = share.first * ROW_TILE + place;
-        const bool there = place < share.count * ROW_TILE && token < problem.tokens;
-        outputs[round] = {token, number, there, 0.0f};
-        if (RESIDUAL && there)
-            outputs[round].residual =
-                widened(problem.residual[static_cast<long long>(token) * problem.residual_stride + number]);
+        for (int round = 0; round < ROUNDS; ++round)
+            if (first + round * ROUND_OUTPUTS < outputs)
+                residuals[round] = widened(
+                    problem.residual[static_cast<long long>(token) * problem.residual_stride + share.first * ROW_TILE +
+                                     first + round * ROUND_OUTPUTS]);
     }
     __syncthreads();
     float squares = 0.0f;
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round)
-        if (outputs[round].there)
-            squares += finish(problem, outputs[round], all_sums, (round * SLICES + slice) * 32 + at.lane, factor);
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int place = first + round * ROUND_OUTPUTS;
+        if (place < outputs)
+            squares += finish(
+                problem, all_sums, token, share.first * ROW_TILE + place, place, factor, residuals[round]);
+    }
     if (BEHIND && slice < SQUARE_SLICES) {
         squares = summed_over_lanes(squares);
         const int part = static_cast<int>(blockIdx.x) * SQUARE_SLICES + slice;

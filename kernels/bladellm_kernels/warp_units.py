@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from bladellm_kernels.cuda_compiler import compile_cuda
-from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.cuda_kernel import CudaKernel, KeptLaunches
 from bladellm_kernels.hopper_device import is_hopper
+from bladellm_kernels.hopper_parts import SHARED_BYTES
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.power_of_two import power_of_two
 from bladellm_kernels.unit_call import UnitCall
@@ -27,10 +28,6 @@ MOST_TILES = 14
 """Of a CTA: of more, two rounds of CTAs are as good."""
 WIDTHS = (2, 3, 1)
 """Tiles of a stage, the best first."""
-SHARED_BYTES = 232448
-"""Most shared memory of a CTA on a Hopper."""
-MAX_LAUNCHES = 4096
-"""Kept, with the addresses that they are for; with more of them all are made anew."""
 
 _TILE_BYTES = 1024
 _PIECE_BYTES = 16
@@ -42,10 +39,10 @@ _REGISTERS = 65536
 """Of a multiprocessor."""
 _TYPES = (torch.bfloat16, torch.float16)
 _SOURCE = Path(__file__).with_suffix(".cu")
-PARTS = "warp_instructions.cu", "warp_unit_memory.cu", "warp_units.cu"
+PARTS = "warp_instructions.cu", "warp_lane.cu", "warp_unit_memory.cu", "warp_units.cu"
 """Files of the kernel's text, in this order."""
 
-_launches: dict[tuple[object, ...], PreparedLaunch] = {}
+_launches = KeptLaunches()
 
 
 class Problem(ctypes.Structure):
@@ -94,11 +91,6 @@ class WarpPlan:
         steps = -(-self.steps // self.schedule.warps)
         most = (self.registers - _OTHER_REGISTERS) // (_STEP_REGISTERS + 4 * self.groups)
         return steps if self.turns > 1 and steps <= most else 0
-
-    @property
-    def outputs(self) -> int:
-        """Of a CTA."""
-        return self.turns * (1 if self.gated else self.width) * ROW_TILE
 
     @property
     def shared_bytes(self) -> int:
@@ -233,8 +225,6 @@ def launch(call: UnitCall, schedule: WarpRings) -> None:
     prepared = _launches.get(key)
     if prepared is None:
         kernel = _kernel(plan, device.index)
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
         grid, threads = (plan.grid, 1, 1), _LANES * schedule.warps
         prepared = _launches[key] = kernel.prepare(grid, threads, plan.shared_bytes, 1, True, Problem(*given))
     prepared.run()

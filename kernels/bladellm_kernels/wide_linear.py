@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bladellm_kernels.cuda_compiler import compile_cuda
-from bladellm_kernels.cuda_kernel import CudaKernel, PreparedLaunch
+from bladellm_kernels.cuda_kernel import CudaKernel, KeptLaunches, PreparedLaunch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.hopper_parts import (
     GROUP_ROWS,
@@ -45,8 +45,6 @@ MAX_COMPILERS = 8
 """Threads: NVRTC leaves Python's lock to others."""
 LEAST_STEPS = 4
 """Of 64 inputs of a tile that a cluster takes, at least, where it is divided."""
-MAX_LAUNCHES = 4096
-"""Kept, with the addresses that they are for; with more of them all are made anew."""
 
 _MOST_SUMS = max(
     GROUP_ROWS * groups * tokens
@@ -59,7 +57,7 @@ _MOST_SUMS = max(
 _SOURCE = Path(__file__).with_suffix(".cu")
 _PARTS = (*(_SOURCE.with_name(name) for name in ("wide_memory.cu", "wide_work.cu", "wide_exchange.cu")), _SOURCE)
 
-_launches: dict[tuple[object, ...], PreparedLaunch | None] = {}
+_launches = KeptLaunches()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +150,6 @@ def launch_wide_linear(
     """
     key = (schedule, x.get_device(), x.dtype, *(_layout(matrix) for matrix in (x, weight, out, residual)))
     if key not in _launches:
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
         _launches[key] = _prepare(x, weight, out, residual, schedule)
     prepared = _launches[key]
     if prepared is not None:

@@ -22,6 +22,7 @@ from bladellm_kernels.cluster_linear import (
     tile_outputs,
 )
 from bladellm_kernels.cuda_compiler import CudaCompilerError
+from bladellm_kernels.cuda_kernel import KeptLaunches
 from bladellm_kernels.hopper_parts import matrices_fit
 from bladellm_kernels.linear import linear_reference
 
@@ -172,7 +173,7 @@ def test_without_a_compiler_nothing_is_launched_and_one_warning_says_so(error, m
         raise error
 
     monkeypatch.setattr(cluster_linear, "compile_cuda", fail)
-    monkeypatch.setattr(cluster_linear, "_launches", {})
+    monkeypatch.setattr(cluster_linear, "_launches", KeptLaunches())
     cluster_linear._kernel.cache_clear()
     x, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((8, 64), (64, 64), (8, 64)))
     with pytest.warns(UserWarning, match="left to cuBLAS") as told:
@@ -303,7 +304,7 @@ def test_a_chain_in_a_graph_reads_what_the_kernel_in_front_wrote(rows, launch_at
 @ON_HOPPER
 @pytest.mark.gpu
 def test_few_launches_are_kept(monkeypatch):
-    monkeypatch.setattr(cluster_linear, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(cluster_linear, "_launches", KeptLaunches(3))
     for _ in range(5):
         x, weight, residual, out = problem((16, 64, 64), torch.bfloat16, True)
         launch_cluster_linear(x, weight, out, residual, ClusterSchedule(1, 1, 2))

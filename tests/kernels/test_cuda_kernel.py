@@ -8,7 +8,14 @@ import pytest
 import torch
 from bladellm_kernels import cuda_kernel as module
 from bladellm_kernels.cuda_compiler import compile_cuda, find_compiler
-from bladellm_kernels.cuda_kernel import SIGNATURES, CudaKernel, DriverLibrary, LaunchAttribute, LaunchConfig
+from bladellm_kernels.cuda_kernel import (
+    SIGNATURES,
+    CudaKernel,
+    DriverLibrary,
+    KeptLaunches,
+    LaunchAttribute,
+    LaunchConfig,
+)
 from bladellm_kernels.tensor_map import TensorMap, tensor_map
 
 CLUSTER_SUMS = """
@@ -160,6 +167,15 @@ def test_what_cannot_be_launched_is_refused():
     driver.status = 201
     with pytest.raises(RuntimeError, match="launch of one: CUDA_ERROR_INVALID_CONTEXT"):
         kernel.prepare((1, 1, 1), 32, 0, 1, False, 0, 0).run()
+
+
+def test_no_more_launches_are_kept_than_told():
+    kept = KeptLaunches(3)
+    for number in (1, 2, 3, 2):
+        kept[(number,)] = None
+    assert list(kept) == [(1,), (2,), (3,)]
+    kept[(4,)] = None
+    assert list(kept) == [(4,)]
 
 
 def test_the_driver_gets_the_tensor():
