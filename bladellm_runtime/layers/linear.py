@@ -75,8 +75,8 @@ class LinearLayer(ABC):
         return False
 
     def shares_sms(self, rows: int) -> bool:
-        """Whether a program of these kernels, for so many rows, takes less than half of a multiprocessor, so that it
-        finds a place beside one of attention's."""
+        """Whether a program of these kernels, for so many rows that they fuse, takes less than half of a
+        multiprocessor, so that it finds a place beside one of attention's."""
         return True
 
     def normed(self, norm: DelayedNorm, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -96,7 +96,7 @@ class QuantizedLinear(LinearLayer):
         return unit_norm_schedule(rows, self.units, gated) is not None
 
     def shares_sms(self, rows: int) -> bool:
-        if self.units is None or not self.fuses(rows):
+        if self.units is None:
             return True
         from bladellm_kernels.normed_unit_linear import takes_whole_sms
 
