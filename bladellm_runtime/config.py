@@ -5,7 +5,6 @@ YAML keys are the same names again.
 """
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 from bladellm_runtime.errors import ConfigError
@@ -66,6 +65,12 @@ class EngineArgs:
         "ones when prompts queue up or take much of the time, or by a tenth where a prompt then takes two steps for "
         "three, or one for two. 0: no bound. Default: 14 in a server on a GPU, else 0.",
         group="Engine", low=0, high=60_000,
+    )  # fmt: skip
+    target_ttft_ms: float = flag(
+        0,
+        "Milliseconds from a request's arrival to its first token: prompts that cannot meet it any more stand aside "
+        "for those that can, and take turns with them after ten times as long. 0: first come, first served.",
+        group="Engine", low=0, high=3_600_000,
     )  # fmt: skip
     max_gpu_memory_utilization: float = flag(
         0.9, "Share of the device's memory to use; what weights leave of it is KV cache.",
@@ -366,31 +371,3 @@ def split_address(address: str) -> tuple[str, int]:
     if not (host and colon and port.isascii() and port.isdigit() and 1 <= int(port) < 65534):
         raise ConfigError(f"--dist_init_addr must be host:port with a port from 1 to 65533, got {address!r:.80}")
     return host.strip("[]"), int(port)
-
-
-def read_api_keys(args: ServingArgs) -> list[str]:
-    """The keys of --api_key and --api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
-    keys = args.api_key + _read_keys("api_key_file", args.api_key_file)
-    if any(not key for key in keys):
-        raise ConfigError("--api_key must not be empty")
-    return keys
-
-
-def read_admin_keys(args: ServingArgs) -> list[str]:
-    """The keys of --admin_api_key_file. Raises `ConfigError` when the file cannot be read or is empty."""
-    return _read_keys("admin_api_key_file", args.admin_api_key_file)
-
-
-def _read_keys(flag_name: str, path: str | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text().split("\n")
-    except OSError as error:
-        raise ConfigError(f"--{flag_name} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"--{flag_name} {path} is not UTF-8 text; write one key a line") from None
-    keys = [line.strip() for line in lines if line.strip()]
-    if not keys:
-        raise ConfigError(f"--{flag_name} {path} holds no key; write one a line")
-    return keys

@@ -39,6 +39,7 @@ from bladellm_runtime.models.config import ModelSpec, read_model_spec
 from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.models.parallel import make_plan, plan_digest
 from bladellm_runtime.ranks.group import Home, Ranks
+from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.prefill_budget import StepBound
@@ -192,13 +193,15 @@ def pace_steps(
     device: torch.device,
     sizes: Sequence[int],
 ) -> None:
-    """Decide, from what steps cost here, how much goes into one and when the next one is planned. sizes: token counts,
-    ascending, that steps with prompts are padded to."""
+    """Decide, from what steps cost here, how much goes into one, who goes first and when the next one is planned.
+    sizes: token counts, ascending, that steps with prompts are padded to."""
     cost: StepCost | None = None
-    if target := target_tbt(args, device):
+    tbt, ttft = target_tbt(args, device), args.target_ttft_ms
+    if tbt or ttft:
         cost = measure_step_cost(core, limits, kv_spec, sizes, args.max_loras if args.enable_lora else 0)
         # Between two tokens of a request every micro-batch has a step.
-        core.bound_steps(StepBound(target / args.micro_batches, cost))
+        core.bound_steps(StepBound(tbt / args.micro_batches, cost) if tbt else None)
+        core.target_first_tokens(FirstTokenTarget(ttft / 1e3, cost) if ttft else None)
         core.reset_prompt_cache()
         core.reset_counters()
     if device.type == "cuda" and not args.disable_overlap and args.micro_batches == 1:

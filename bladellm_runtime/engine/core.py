@@ -16,6 +16,7 @@ from bladellm_runtime.engine.step_errors import DeviceLostError, StepMemoryError
 from bladellm_runtime.engine.step_pacer import StepPacer
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST
+from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult, TokenMasks
 from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.prepared import Prepared
@@ -290,6 +291,10 @@ class EngineCore:
     def bound_steps(self, bound: StepBound | None) -> None:
         """Keep steps with decodes within a bound from now on; None lifts it."""
         self._scheduler.bound_steps(bound)
+
+    def target_first_tokens(self, target: FirstTokenTarget | None) -> None:
+        """Have late prompts stand aside for those that can meet a target; None: first come, first served."""
+        self._scheduler.target_first_tokens(target)
 
     def reset_counters(self) -> None:
         """Count steps and tokens from now on; only while idle."""

@@ -143,6 +143,12 @@ class KvAccounting:
         self._preparation.note(range(shown, slot.needed))
         return Admission(slot.number, match.cached)
 
+    def cached_tokens(self, tokens: Sequence[int], key: str = "", read: bool = True) -> int:
+        """What the prompt cache has of a sequence's known tokens, arguments as of `admit`; nothing is held for it."""
+        if not self._caching or not read:
+            return 0
+        return self.cache.match(key, pack(tokens), len(tokens) - 1, self._plans).cached
+
     def is_shown(self, number: int, tokens: int) -> bool:
         """Whether the next plan's step need not wait for a slot to show its first `tokens` tokens."""
         if self._progress is None:

@@ -77,4 +77,5 @@ def make_sequence(
         salt=cache_key(request.cache_salt, prepared.weights),
         stops=stops.union(params.stop_token_ids) if params.stop_token_ids else stops,
         prepared=prepared,
+        arrived=request.arrival,
     )

@@ -18,8 +18,10 @@ def check(roster: Roster, limits: SchedulerLimits, memory: KvAccounting) -> None
 
 def _list_rules(roster: Roster, limits: SchedulerLimits) -> dict[str, bool]:
     running = roster.prefilling + roster.decoding
+    on_time = [seq for seq in roster.waiting if not seq.late]
     listed = {
         State.WAITING: roster.waiting,
+        State.LATE: roster.late,
         State.PREFILL: roster.prefilling,
         State.DECODE: roster.decoding,
         State.DRAINING: [seq for seq in roster.live.values() if seq.state is State.DRAINING],
@@ -31,8 +33,9 @@ def _list_rules(roster: Roster, limits: SchedulerLimits) -> dict[str, bool]:
         ),
         "a sequence is in the wrong list": any(seq.state is not state for state in listed for seq in listed[state]),
         "live and listed sequences differ": filed != set(roster.live),
-        "something waiting arrived before something running": bool(running and roster.waiting)
-        and max(seq.order for seq in running) > roster.waiting[0].order,
+        "something waiting arrived before something running": bool(running and on_time)
+        and max(seq.order for seq in running) > on_time[0].order,
+        "a late sequence has begun": any(seq.loaded or not seq.late for seq in roster.late),
         "more sequences decode than fit into a step": any(
             count > limits.max_batch_tokens for count in Counter(seq.group for seq in roster.decoding).values()
         ),

@@ -3,18 +3,27 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 import numpy as np
 
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
+from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget, LatePrompts, StepRoom
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import has_room
 from bladellm_runtime.scheduler.plan import Chunk, SlotLoad, StepPlan
-from bladellm_runtime.scheduler.prefill_budget import PrefillDemand, StepBound, prefill_budget, queue_limit
+from bladellm_runtime.scheduler.prefill_budget import (
+    BUSY_BOUNDS,
+    PrefillDemand,
+    StepBound,
+    prefill_budget,
+    queue_limit,
+)
 from bladellm_runtime.scheduler.prompt_load import PromptLoad
 from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence, State
+from bladellm_runtime.scheduler.step_cost import StepCost
 
 COUNTED_PROMPTS = 256
 """Queued prompts, the first ones, whose tokens are counted for a step: the others are taken to be as long."""
@@ -41,7 +50,8 @@ class Ahead:
 
 class Planner:
     """Decode rows come first, oldest first, then prefill chunks, then new requests, all in arrival order, but for short
-    prompts behind a long one, which get up to half of the tokens that it would have alone.
+    prompts behind a long one, which get up to half of the tokens that it would have alone, and for those who are late
+    (`LatePrompts`).
 
     Every decoding sequence keeps one token of the step's budget, planned or not. Since each prefill that ends took at
     least one token from the rest, there are never more decoding sequences than fit into one step: none has to take
@@ -66,12 +76,17 @@ class Planner:
         self._load = PromptLoad()
         self.bound: StepBound | None = None
         """How long steps may take; None leaves their length to the limits."""
+        self.target: FirstTokenTarget | None = None
+        """When prompts are late, and others go first; None: none is."""
+        self._late = LatePrompts(roster)
 
     def fill(self, step: int, now: float, group: int = 0) -> StepPlan | None:
         """Plan a step of a micro-batch; None when nothing of it can run now."""
         self._group = group
         budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
         plan = self._begin(step)
+        if self.target is not None:
+            self._late.sort(self.target, self._own(self._roster.prefilling), self._room(self.target.cost, plan), now)
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget, now)
         self._chunks = []
@@ -161,6 +176,14 @@ class Planner:
         load = self._load.share(now)
         demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued, load)
         return prefill_budget(bound, demand, limit)
+
+    def _room(self, cost: StepCost, plan: StepPlan) -> StepRoom:
+        """What steps with the decode rows of this one have for prompts."""
+        base = cost.decode_milliseconds(plan.num_decode, int(plan.starts.sum()))
+        if self.bound is None:
+            return StepRoom(base, inf, self.limits.max_batch_tokens)
+        within = self.bound.milliseconds
+        return StepRoom(base, BUSY_BOUNDS * within, cost.prefill_tokens(within - base, 0))
 
     def _begin(self, step: int) -> StepPlan:
         """A plan with a decode row of each sequence that has room for one, and whose room is mapped: the others need
@@ -284,6 +307,7 @@ class Planner:
             load = SlotLoad(seq.slot, seq.generation, known, seq.prompt_len, seq.params, seq.choice, adapter)
             plan.loads.append(load)
             seq.loaded = True
+            self._late.began(seq)
             if seq.cached < 0:
                 seq.cached = seq.planned
         done = seq.planned + tokens == seq.prefill_end

@@ -19,7 +19,7 @@ class Roster:
     """Live sequences by state, each list in arrival order.
 
     Only the head of the queue is admitted and only the newest running sequence is preempted, so whatever runs
-    arrived before whatever waits.
+    arrived before whatever waits, but for those that were late and are called back.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Roster:
         self._shared_reads = shared_reads
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
+        self.late: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         spec = memory.spec
@@ -41,7 +42,10 @@ class Roster:
         """Live sequences with a constraint."""
         self.ended: Callable[[int], None] | None = None
         """Called with the id of every request that ends."""
-        self._lists = {State.WAITING: self.waiting, State.PREFILL: self.prefilling, State.DECODE: self.decoding}
+        self._lists = {
+            State.WAITING: self.waiting, State.LATE: self.late,
+            State.PREFILL: self.prefilling, State.DECODE: self.decoding,
+        }  # fmt: skip
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind all others."""
@@ -104,12 +108,23 @@ class Roster:
         self.slots.retire(seq)
         self._move(seq, State.WAITING)
 
+    def defer(self, seq: Sequence) -> None:
+        """Have a sequence that has had no part in a step yet stand aside: it is late."""
+        if seq.state is State.PREFILL:
+            self.slots.retire(seq)
+        seq.late = True
+        self._move(seq, State.LATE)
+
+    def call_back(self, seq: Sequence) -> None:
+        """Put a late sequence back into the queue, where it was."""
+        self._move(seq, State.WAITING)
+
     def requeue_all(self) -> None:
         """Put every sequence that has a part in planned steps back into the queue; no step may be in flight."""
         for seq in self.live.values():
             if seq.state in (State.PREFILL, State.DECODE):
                 self.slots.retire(seq)
-            if seq.state is not State.WAITING:
+            if seq.state not in (State.WAITING, State.LATE):
                 self._move(seq, State.WAITING)
                 self.preemptions += 1
         self.slots.release_retired()

@@ -11,6 +11,7 @@ from bladellm_runtime.kv.shared_reads import SharedReads, SharingRule
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.scheduler import invariants
 from bladellm_runtime.scheduler.admission import INVALID_REQUEST, kv_capacity, make_sequence, refusal, tokens_of
+from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import MicroBatches
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
@@ -78,7 +79,7 @@ class Scheduler:
     @property
     def has_prompts(self) -> bool:
         """True while a request waits or is being prefilled: the next step probably has prompt tokens."""
-        return bool(self._roster.waiting or self._roster.prefilling)
+        return bool(self._roster.waiting or self._roster.late or self._roster.prefilling)
 
     @property
     def idle(self) -> bool:
@@ -216,6 +217,11 @@ class Scheduler:
         """Keep steps with decodes within a bound from now on; None lifts it."""
         self._planner.bound = bound
 
+    def target_first_tokens(self, target: FirstTokenTarget | None) -> None:
+        """Have prompts that cannot meet a target stand aside for those that can from now on; None: first come, first
+        served."""
+        self._planner.target = target
+
     def reset_counters(self) -> None:
         """Count steps, their seconds, tokens and preemptions from now on."""
         self._steps_before = self.steps_completed
@@ -231,7 +237,8 @@ class Scheduler:
 
     def stats(self, now: float) -> EngineStats:
         """A reading of the counters and of the KV memory. A draining sequence counts as running."""
-        waiting, spec = len(self._roster.waiting), self._memory.spec
+        late, spec = len(self._roster.late), self._memory.spec
+        waiting = len(self._roster.waiting) + late
         return EngineStats(
             time=now,
             running=len(self._roster.live) - waiting,
@@ -250,6 +257,7 @@ class Scheduler:
             kv_granules_shared=self._memory.cache.shared,
             kv_tokens_unused=self._roster.unused_tokens,
             kv_granules_swapped=self._memory.swap.used,
+            late=late,
         )
 
     def check(self) -> None:

@@ -19,6 +19,8 @@ class State(Enum):
 
     WAITING = "waiting"
     """In the queue: new, or preempted (then a slot it held may still be in flight)."""
+    LATE = "late"
+    """In the queue as well, but its first token cannot be in time any more: those whose can go first."""
     PREFILL = "prefill"
     """Holds a slot; some of its known tokens are not planned yet."""
     DECODE = "decode"
@@ -57,6 +59,7 @@ class Sequence:
     before that; `salt` keeps apart whose prompts may be shared, that of the request and its adapter in one. `loaded`:
     the runner has its tokens in this residence. `group`: the micro-batch it runs in. `prepared`: what it was given
     beforehand. `pace` is set while it decodes together with others, `log` while its tokens come by way of one.
+    `arrived`: seconds, when its request did. `late`: it was in the state of that name, and is never again.
     """
 
     order: int
@@ -86,6 +89,8 @@ class Sequence:
     prepared: Prepared = field(default_factory=Prepared)
     pace: Pace | None = None
     log: TokenSource | None = None
+    arrived: float = 0.0
+    late: bool = False
 
     @property
     def tokens(self) -> "array[int]":
@@ -125,7 +130,8 @@ class Sequence:
     @property
     def prefill_range(self) -> tuple[int, int]:
         """The positions that its prefill has still to do; of a waiting sequence all, as if nothing were cached."""
-        return (0, len(self.tokens)) if self.state is State.WAITING else (self.planned, self.prefill_end)
+        queued = self.state in (State.WAITING, State.LATE)
+        return (0, len(self.tokens)) if queued else (self.planned, self.prefill_end)
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Append what a chunk from position `start` on brings; a recomputed chunk may repeat what is there."""

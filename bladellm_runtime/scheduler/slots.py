@@ -58,6 +58,10 @@ class SlotTable:
         self._reserve(seq, tokens)
         return True
 
+    def cached_tokens(self, seq: Sequence) -> int:
+        """How many of a sequence's known tokens the prompt cache has now."""
+        return self._memory.cached_tokens(seq.tokens, seq.salt, seq.params.prompt_logprobs is None)
+
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Make the sequence's slot hold `tokens` tokens; False, with nothing changed, when the pool is empty."""
         if not self._memory.grow(seq.slot, tokens):

@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from bladellm_runtime.config import ServingArgs, read_admin_keys, read_api_keys
+from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.server.acceptor import Acceptor
@@ -20,6 +20,7 @@ from bladellm_runtime.server.adapters import make_adapters
 from bladellm_runtime.server.app import create_app
 from bladellm_runtime.server.front_ends import FrontEnds
 from bladellm_runtime.server.generation import expire
+from bladellm_runtime.server.keys import read_admin_keys, read_api_keys
 from bladellm_runtime.server.listener import allow_descriptors, bind, protocol_class, url_of
 from bladellm_runtime.server.place import Place
 from bladellm_runtime.server.state import ServerState, make_state, served_names

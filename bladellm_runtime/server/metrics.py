@@ -133,6 +133,7 @@ class _Readings(Collector):
         values = {
             "num_requests_running": stats.running,
             "num_requests_waiting": stats.waiting,
+            "num_requests_late": stats.late,
             "num_requests_open": self._admission.open_everywhere,
             "num_requests_limit": self._admission.limit,
             "kv_cache_usage_perc": stats.kv_granules_used / max(1, stats.kv_granules),
@@ -230,6 +231,7 @@ class MetricsPage:
 HELP = {
     "num_requests_running": "Requests that hold a slot of the engine.",
     "num_requests_waiting": "Requests that wait in the engine's queue.",
+    "num_requests_late": "Of the requests that wait, those that cannot meet --target_ttft_ms any more.",
     "num_requests_open": "Requests the server has taken and not answered in full.",
     "num_requests_limit": "Open requests beyond which new ones are answered 429.",
     "kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",

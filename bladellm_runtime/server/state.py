@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from bladellm_runtime.config import ServingArgs, read_admin_keys, read_api_keys
+from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import CheckpointError, ConfigError
 from bladellm_runtime.server.adapters import Adapters, make_adapters
 from bladellm_runtime.server.auth import Authenticator
 from bladellm_runtime.server.context import RequestContext, SamplingDefaults
 from bladellm_runtime.server.errors import ApiError
 from bladellm_runtime.server.health import obstacle
+from bladellm_runtime.server.keys import read_admin_keys, read_api_keys
 from bladellm_runtime.server.limits import Admission
 from bladellm_runtime.server.metrics import Metrics, MetricsPage
 from bladellm_runtime.server.place import Place

@@ -165,6 +165,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     Of LoRA adapters: `lora_slots` there are, `lora_used` of them by adapters of live requests, for which `lora_waiting`
     requests wait; `lora_loads` came to a slot, `lora_evictions` lost theirs to another one, and `lora_load_seconds`
     were spent between asking for one and having it, summed.
+    `late`: of the `waiting`, those whose first token cannot be in time.
     """
 
     time: float = 0.0
@@ -201,6 +202,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     lora_loads: int = 0
     lora_evictions: int = 0
     lora_load_seconds: float = 0.0
+    late: int = 0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):

@@ -19,6 +19,7 @@ from bladellm_runtime.engine.mixed_graphs import DEFAULT_SIZES
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.spec import KvGroup, KvSpec
 from bladellm_runtime.request import SamplingParams
+from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.plan import StepPlan, StepResult
 from bladellm_runtime.scheduler.prefill_budget import StepBound
@@ -89,6 +90,7 @@ class SimulatedEngine:
         launch_ahead: float | None,
         max_batch_tokens: int = 8192,
         cost: StepCost = COST,
+        target_ttft_ms: float = 0.0,
     ) -> None:
         self._cost = cost
         self.now = 0.0
@@ -98,6 +100,8 @@ class SimulatedEngine:
         limits = SchedulerLimits(max_batch_tokens, max_batch_tokens, 32768, frozenset(), 1 << 17)
         self._scheduler = Scheduler(limits, KvAccounting(spec, prompt_cache=False), clock=lambda: self.now / 1e3)
         self._scheduler.bound_steps(bound)
+        if target_ttft_ms:
+            self._scheduler.target_first_tokens(FirstTokenTarget(target_ttft_ms / 1e3, cost))
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._free = 0.0
         self._last: dict[int, float] = {}
@@ -109,7 +113,7 @@ class SimulatedEngine:
         while sent < len(arrivals) or not self._scheduler.idle:
             self._wait_to_plan()
             while sent < len(arrivals) and arrivals[sent][0] + FRONT_MS / 2 <= self.now:
-                self._scheduler.add(AddRequest(sent, [1] * arrivals[sent][1], params, sent, arrivals[sent][0]))
+                self._scheduler.add(AddRequest(sent, [1] * arrivals[sent][1], params, sent, arrivals[sent][0] / 1e3))
                 sent += 1
             if self._scheduler.idle:
                 self.now = arrivals[sent][0] + FRONT_MS / 2
@@ -168,12 +172,14 @@ def simulate(
     cost = replace(COST, token=args.token_us / 1e3)
     bound = StepBound(target_tbt_ms, replace(cost, sizes=()) if args.sizes_unknown else cost) if target_tbt_ms else None
     arrivals = poisson(rate, args.requests, args.seed, lengths(args.input, args.spread))
-    return SimulatedEngine(bound, launch_ahead, cost=cost).run(arrivals, args.output).percentiles()
+    engine = SimulatedEngine(bound, launch_ahead, cost=cost, target_ttft_ms=args.target_ttft_ms)
+    return engine.run(arrivals, args.output).percentiles()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target_tbt_ms", nargs="+", type=float, default=[0, 10, 14, 18], help="0: no bound")
+    parser.add_argument("--target_ttft_ms", type=float, default=0.0, help="0: first come, first served")
     parser.add_argument("--rates", nargs="+", type=float, default=[8, 16, 24, 28, 32], help="requests a second")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument(

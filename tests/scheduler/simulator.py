@@ -183,13 +183,14 @@ class Simulation:
             assert [e.token_ids[0] for e in entries] == self.tokens(request.request_id)
 
     def _check_order(self, plan: StepPlan) -> None:
-        """First come, first served, but for short prompts behind a long one; and what was once the oldest is never
-        loaded again."""
+        """First come, first served, but for short prompts behind a long one, and for those who are late; and what was
+        once the oldest is never loaded again."""
         live, begun = self._live, {*self.device.first_start}
         for load in plan.loads:
             assert load.choice in live, "an ended request is loaded"
             assert load.choice not in self.protected, "the oldest was preempted"
-            if load.choice not in begun and any(older not in begun for older in live if older < load.choice):
+            older = [other for other in live if other < load.choice and other not in begun and not self._is_late(other)]
+            if load.choice not in begun and older:
                 assert self._is_short(plan, load), "a request overtook another"
             begun.add(load.choice)
             self.loaded.append(load.choice)
@@ -201,6 +202,9 @@ class Simulation:
         decodes = [running[slot] for slot in plan.slots[: plan.num_decode]]
         assert decodes == sorted(decodes), "decode rows are not oldest first"
         assert all(running[slot] in live for slot in plan.slots), "a row is planned for an ended request"
+
+    def _is_late(self, request_id: int) -> bool:
+        return self.scheduler._roster.live[request_id].late
 
     def _is_short(self, plan: StepPlan, load: SlotLoad) -> bool:
         """Whether an older prompt has a chunk in the plan, of which much more is left."""

@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget
+from bladellm_runtime.scheduler.step_cost import StepCost
 from bladellm_runtime.wire.messages import RequestDelta
 from tests.scheduler.fake_device import VOCAB, limits_of, spec_of
 from tests.scheduler.simulator import Simulation
@@ -18,6 +20,8 @@ prompts = st.one_of(
 salts = st.sampled_from(["", "", "a"])
 max_tokens = st.one_of(st.none(), st.integers(0, 40))
 few_ids = st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple)
+TICKS = StepCost(step=1000.0, token=200.0, decode_row=0.0, decode_kv=1.0, prefill_pair=1.0)
+"""Milliseconds, about as the simulation's clock goes."""
 maybe_count = st.sampled_from([None, None, 0, 2])
 
 
@@ -38,10 +42,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         depth=st.integers(1, 2),
         groups=st.sampled_from([1, 1, 2, 3]),
+        in_time=st.sampled_from([None, None, 0.5, 4.0, 20.0]),
     )
-    def start(self, granule_tokens, num_granules, num_slots, block, host, memory, depth, groups, max_model_len, **most):
+    def start(
+        self,
+        granule_tokens,
+        num_granules,
+        num_slots,
+        block,
+        host,
+        memory,
+        depth,
+        groups,
+        in_time,
+        max_model_len,
+        **most,
+    ):
         spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
         self.sim = Simulation(limits_of(max_model_len=max_model_len, **most), spec, depth, groups=groups, **memory)
+        if in_time is not None:
+            self.sim.scheduler.target_first_tokens(FirstTokenTarget(in_time, TICKS))
 
     @rule(
         prompt=prompts,
