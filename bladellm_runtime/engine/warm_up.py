@@ -29,6 +29,9 @@ WAYS = (
 )
 """Every way of sampling that has work of its own."""
 
+DECODING = replace(GREEDY, max_tokens=8)
+"""Of those that decode while another prompt comes: for some steps, as the next one or two may be planned by then."""
+
 Group = list[tuple[int, SamplingParams]]
 """Prompt lengths and parameters of requests that run together."""
 
@@ -40,20 +43,24 @@ def warm_up(
     thorough: bool,
     micro_batches: int = 1,
     decode_rows: Sequence[int] = (),
+    slots: int = 0,
     adapted: bool = False,
 ) -> None:
     """Run a short request; if `thorough`, steps of every kind. Leaves no trace in counters and prompt cache.
 
-    decode_rows: of steps that no graph serves, see `thorough_groups`. adapted: do so again with the adapter in the
-    first slot, which is still empty.
+    decode_rows: of steps that no graph serves, see `thorough_groups`. slots: of requests that may decode while another
+    prompt comes. adapted: do so again with the adapter in the first slot, which is still empty.
     """
     first = 0
     groups = thorough_groups(limits, micro_batches, decode_rows) if thorough else [[(16, GREEDY)]]
+    beside = beside_prompts(slots, limits) if thorough else []
     for prepared in (None, Prepared(adapter=0)) if adapted else (None,):
-        for group in groups:
-            for request in _requests(group, limits, first):
-                core.add(request) if prepared is None else core.add(request, prepared)
-            first += len(group)
+        for waves in [*([group] for group in groups), *beside]:
+            for wave in waves:
+                for request in _requests(wave, limits, first):
+                    core.add(request) if prepared is None else core.add(request, prepared)
+                first += len(wave)
+                core.step()
             while not core.idle:
                 core.step()
     core.reset_prompt_cache()
@@ -77,6 +84,14 @@ def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1, decode_rows
         *MOSTLY_WANTED,
         *([full] if len(full) > 1 else []),
     ]
+
+
+def beside_prompts(slots: int, limits: SchedulerLimits) -> list[list[Group]]:
+    """Requests that decode while a prompt comes after them, as many as kernels that plan attention are compiled for:
+    by powers of two."""
+    most = min(slots, limits.max_batch_tokens - 1)
+    counts = sorted({most, *(1 << place for place in range(most.bit_length()))}) if most > 0 else []
+    return [[[(3, DECODING)] * count, [(3, GREEDY)]] for count in counts]
 
 
 def _requests(group: Sequence[tuple[int, SamplingParams]], limits: SchedulerLimits, first: int) -> Iterator[AddRequest]:

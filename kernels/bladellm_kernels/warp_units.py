@@ -203,9 +203,13 @@ def divided_tiles(tiles: int, gated: bool, room: Room, processors: int) -> Divid
     """`tiles` tiles divided evenly among the multiprocessors, or more CTAs where one would have too many.
 
     Every multiprocessor gets a CTA, if there are enough tiles: two of the next kernel's would share one that has none
-    of this kernel's.
+    of this kernel's. Raises ValueError where no tile fits beside the rings.
     """
     most = room.most_tiles(2) // 2 if gated else room.most_tiles(max(WIDTHS))
+    if most < 1:
+        raise ValueError(
+            f"rings of {room.schedule.stages} stages of {room.schedule.warps} warps leave no room for sums"
+        )
     grid = max(min(processors, tiles), -(-tiles // most))
     each = -(-tiles // grid)
     if gated:

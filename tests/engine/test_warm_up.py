@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 from bladellm_kernels.linear_schedules import MAX_ROWS
+from bladellm_kernels.power_of_two import power_of_two
 from bladellm_kernels.row_schedule import FEW_ROWS
 from bladellm_kernels.unit_schedules import SCHEDULES
 
@@ -14,6 +15,7 @@ from bladellm_runtime.engine.inputs import are_few
 from bladellm_runtime.engine.step_graphs import eager_sizes
 from bladellm_runtime.engine.warm_up import ANSWER, LENGTHS, MOSTLY_WANTED, thorough_groups, warm_up
 from bladellm_runtime.scheduler.limits import SchedulerLimits
+from bladellm_runtime.scheduler.scheduler import Scheduler
 from tests.models.harness import save_tiny
 
 
@@ -108,3 +110,34 @@ def test_one_step_is_full(batch_tokens, chunk, length):
     groups = thorough_groups(SchedulerLimits(batch_tokens, chunk, length, frozenset(), 50))
     sums = [sum(min(prompt, chunk, length - ANSWER - 1) for prompt, _ in group) for group in groups]
     assert max(sums) > 0.9 * batch_tokens
+
+
+def test_any_number_of_rows_has_decoded_beside_a_prompt_before_ready(demo_model, tmp_path, monkeypatch):
+    """Operator by operator attention's plan has a kernel for every power of two: 1,024 slots had none of their own."""
+    save_tiny(tmp_path, "llama", vocab_size=8192, max_position_embeddings=2048)
+    slots, budget = random.randint(5, 70), random.choice([1, 2, 40, 512])
+    engine = build_engine(
+        EngineArgs(
+            model=str(tmp_path), tokenizer_dir=str(demo_model), device="cpu", kv_cache_gib=0.05, max_model_len=64,
+            max_running_requests=slots, ragged_flash_max_batch_tokens=budget,
+        )
+    )  # fmt: skip
+    seen = set()
+    plan = Scheduler.plan
+
+    def watched(scheduler):
+        made = plan(scheduler)
+        if made is not None and 0 < made.num_decode < len(made.slots):
+            seen.add(made.num_decode)
+        return made
+
+    monkeypatch.setattr(Scheduler, "plan", watched)
+    warm_up(engine.core, limits_of(engine, budget, budget), thorough=True, slots=slots)
+    engine.core.close()
+    most = min(slots, budget - 1)
+    sizes = {power_of_two(rows) for rows in seen}
+    if budget == 512:
+        assert sizes >= {power_of_two(rows) for rows in range(1, most + 1)}
+        assert most in seen
+    else:
+        assert sizes <= {power_of_two(rows) for rows in range(1, most + 1)}

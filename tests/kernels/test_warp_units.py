@@ -4,6 +4,7 @@ import ctypes
 import random
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -216,8 +217,7 @@ def test_layers_of_few_tokens_take_it_where_it_can_be_had():
 def test_random_layers_on_a_gpu(kind, dtype):
     """Also of rows of x that are not at whole 16 bytes."""
     for _ in range(8):
-        schedule = WarpRings(random.randint(2, 5), random.choice([8, 16]), random.randint(0, 1))
-        case = random_case(kind, dtype, schedule)
+        case, schedule = fitting_case(kind, dtype)
         call = on_gpu(case.call, schedule)
         for _ in range(2):
             warp_units.launch(call, schedule)
@@ -225,6 +225,23 @@ def test_random_layers_on_a_gpu(kind, dtype):
             check(replace(case, call=given))
             if call.residual is not None:
                 call.residual.copy_(case.call.residual)
+
+
+def fitting_case(kind: str, dtype: torch.dtype) -> tuple[Case, WarpRings]:
+    """With a schedule whose rings leave room for the case's sums."""
+    while True:
+        schedule = WarpRings(random.randint(2, 5), random.choice([8, 16]), random.randint(0, 1))
+        with suppress(ValueError):
+            case = random_case(kind, dtype, schedule)
+            warp_units.warp_plan(case.call, schedule, case.processors)
+            return case, schedule
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rings_without_room_for_sums_are_refused(kind):
+    case, schedule = fitting_case(kind, random.choice(TYPES))
+    with pytest.raises(ValueError, match="no room for sums"):
+        warp_units.warp_plan(case.call, replace(schedule, stages=64), case.processors)
 
 
 def moved(behind: NextNorm, device: str) -> NextNorm:
