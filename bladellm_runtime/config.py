@@ -69,7 +69,7 @@ class EngineArgs:
     target_ttft_ms: float = flag(
         0,
         "Milliseconds from a request's arrival to its first token: prompts that cannot meet it any more stand aside "
-        "for those that can, and take turns with them after ten times as long. 0: first come, first served.",
+        "for those that can, and take turns with them after five times as long. 0: first come, first served.",
         group="Engine", low=0, high=3_600_000,
     )  # fmt: skip
     max_gpu_memory_utilization: float = flag(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bladellm_runtime.engine.core import EngineCore
+from bladellm_runtime.engine.inputs import WANTED_SHARE
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.prepared import Prepared
@@ -87,11 +88,16 @@ def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1, decode_rows
 
 
 def beside_prompts(slots: int, limits: SchedulerLimits) -> list[list[Group]]:
-    """Requests that decode while a prompt comes after them, as many as kernels that plan attention are compiled for:
-    by powers of two."""
-    most = min(slots, limits.max_batch_tokens - 1)
+    """Requests that decode while prompts come after them, as many as kernels that plan attention are compiled for, by
+    powers of two: so many tokens of prompts that of the step few are wanted, whose last layer has a plan of its own."""
+    most = min(slots, limits.max_batch_tokens) - 1
     counts = sorted({most, *(1 << place for place in range(most.bit_length()))}) if most > 0 else []
-    return [[[(3, DECODING)] * count, [(3, GREEDY)]] for count in counts]
+    longest = max(1, limits.max_model_len - ANSWER - 1)
+    waves = []
+    for count in counts:
+        tokens = min(WANTED_SHARE * (count + 1), limits.max_batch_tokens) - count
+        waves.append([[(3, DECODING)] * count, [(min(tokens, longest), GREEDY)] * -(-tokens // longest)])
+    return waves
 
 
 def _requests(group: Sequence[tuple[int, SamplingParams]], limits: SchedulerLimits, first: int) -> Iterator[AddRequest]:

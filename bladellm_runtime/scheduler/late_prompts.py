@@ -14,7 +14,7 @@ from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence, State
 from bladellm_runtime.scheduler.step_cost import StepCost, chunk_pairs
 
-PATIENCE = 10
+PATIENCE = 5
 """Targets that a late prompt waits for those in time. From then on it takes turns with them: a queue that only grows
 serves as many of the one kind as of the other."""
 

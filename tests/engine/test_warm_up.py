@@ -118,26 +118,28 @@ def test_any_number_of_rows_has_decoded_beside_a_prompt_before_ready(demo_model,
     slots, budget = random.randint(5, 70), random.choice([1, 2, 40, 512])
     engine = build_engine(
         EngineArgs(
-            model=str(tmp_path), tokenizer_dir=str(demo_model), device="cpu", kv_cache_gib=0.05, max_model_len=64,
+            model=str(tmp_path), tokenizer_dir=str(demo_model), device="cpu", kv_cache_gib=0.05, max_model_len=512,
             max_running_requests=slots, ragged_flash_max_batch_tokens=budget,
         )
     )  # fmt: skip
-    seen = set()
+    seen, few = set(), set()
     plan = Scheduler.plan
 
     def watched(scheduler):
         made = plan(scheduler)
         if made is not None and 0 < made.num_decode < len(made.slots):
             seen.add(made.num_decode)
+            few.update({int(made.samples.sum())} if are_few(made.samples.sum(), made.query_lens.sum()) else ())
         return made
 
     monkeypatch.setattr(Scheduler, "plan", watched)
     warm_up(engine.core, limits_of(engine, budget, budget), thorough=True, slots=slots)
     engine.core.close()
-    most = min(slots, budget - 1)
+    most = min(slots, budget) - 1
     sizes = {power_of_two(rows) for rows in seen}
     if budget == 512:
         assert sizes >= {power_of_two(rows) for rows in range(1, most + 1)}
         assert most in seen
+        assert {power_of_two(rows) for rows in few} >= sizes - {1}
     else:
         assert sizes <= {power_of_two(rows) for rows in range(1, most + 1)}
