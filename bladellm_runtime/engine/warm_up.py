@@ -30,8 +30,8 @@ WAYS = (
 )
 """Every way of sampling that has work of its own."""
 
-DECODING = replace(GREEDY, max_tokens=8)
-"""Of those that decode while another prompt comes: for some steps, as the next one or two may be planned by then."""
+DECODING = replace(GREEDY, max_tokens=4)
+"""Of those that decode while another prompt comes: a step more, as the next one may be planned by then."""
 
 Group = list[tuple[int, SamplingParams]]
 """Prompt lengths and parameters of requests that run together."""
