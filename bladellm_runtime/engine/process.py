@@ -10,11 +10,12 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bladellm_runtime.config import EngineArgs
-from bladellm_runtime.engine.loop import EngineLoop
+from bladellm_runtime.engine.early_driver import open_early
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.logs import log_to_stderr
@@ -22,6 +23,9 @@ from bladellm_runtime.ranks.group import Home
 from bladellm_runtime.wire.messages import EngineFailed
 from bladellm_runtime.wire.signals import leave_signals_to_starter
 from bladellm_runtime.wire.transport import EnginePort, FrontEndGone
+
+if TYPE_CHECKING:
+    from bladellm_runtime.engine.loop import EngineLoop
 
 ORPHAN_GRACE_SECONDS = 5.0
 
@@ -46,8 +50,9 @@ def run_engine(
 
     A failure is told to the front end as `EngineFailed` and never raised: the process must end in order.
     """
-    # Imported here so that a front end learns quickly of a bad address, before torch loads.
+    # Imported here, as they load torch: a bad address is reported before that, and the driver opens meanwhile.
     from bladellm_runtime.engine.build import build_engine
+    from bladellm_runtime.engine.loop import EngineLoop
     from bladellm_runtime.engine.step_errors import DeviceLostError
 
     try:
@@ -89,7 +94,7 @@ class LoopHolder:
         self._loop: EngineLoop | None = None
         self._gone = False
 
-    def set(self, loop: EngineLoop) -> None:
+    def set(self, loop: "EngineLoop") -> None:
         """Hand over the loop once it exists."""
         with self._lock:
             self._loop = loop
@@ -116,6 +121,7 @@ def main() -> int:
     log_to_stderr(launch.args.log_level, "engine")
     holder = LoopHolder()
     threading.Thread(target=holder.watch_stdin, name="front-end-watch", daemon=True).start()
+    open_early(launch.args.device)
     port = EnginePort(launch.address)
     try:
         folder = Path(launch.address.removeprefix("ipc://")).parent if launch.address.startswith("ipc://") else None
