@@ -155,7 +155,7 @@ def make_engine(
         thorough, rows = built.device.type == "cuda", eager_sizes(args)
         warm_up(
             core, limits, thorough=thorough, micro_batches=count, decode_rows=rows,
-            slots=kv_spec.num_slots // count, adapted=args.enable_lora,
+            slots=kv_spec.num_slots, adapted=args.enable_lora,
         )  # fmt: skip
         runner.use_mixed_graphs(True)
         warm_up(core, limits, thorough=False, adapted=args.enable_lora)

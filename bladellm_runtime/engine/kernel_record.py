@@ -24,6 +24,7 @@ MAX_BYTES = 16 * 2**20
 ELSEWHERE = (
     "model", "tokenizer_dir", "load_format", "dummy_seed",
     "guided_backend", "guided_cache_mib", "guided_deadline", "enable_json_warmup", "max_cpu_loras",
+    "target_tbt_ms", "target_ttft_ms",
 )  # fmt: skip
 """Options that no kernel depends on; what is in the model's folder counts by its config.json."""
 

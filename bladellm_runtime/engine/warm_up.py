@@ -54,7 +54,7 @@ def warm_up(
     """
     first = 0
     groups = thorough_groups(limits, micro_batches, decode_rows) if thorough else [[(16, GREEDY)]]
-    beside = beside_prompts(slots, limits) if thorough else []
+    beside = beside_prompts(slots, limits, micro_batches) if thorough else []
     for prepared in (None, Prepared(adapter=0)) if adapted else (None,):
         for waves in [*([group] for group in groups), *beside]:
             for wave in waves:
@@ -87,16 +87,17 @@ def thorough_groups(limits: SchedulerLimits, micro_batches: int = 1, decode_rows
     ]
 
 
-def beside_prompts(slots: int, limits: SchedulerLimits) -> list[list[Group]]:
+def beside_prompts(slots: int, limits: SchedulerLimits, micro_batches: int = 1) -> list[list[Group]]:
     """Requests that decode while prompts come after them, as many as kernels that plan attention are compiled for, by
     powers of two: so many tokens of prompts that of the step few are wanted, whose last layer has a plan of its own."""
-    most = min(slots, limits.max_batch_tokens) - 1
+    most = min(slots // micro_batches, limits.max_batch_tokens) - 1
     counts = sorted({most, *(1 << place for place in range(most.bit_length()))}) if most > 0 else []
     longest = max(1, limits.max_model_len - ANSWER - 1)
     waves = []
     for count in counts:
         tokens = min(WANTED_SHARE * (count + 1), limits.max_batch_tokens) - count
-        waves.append([[(3, DECODING)] * count, [(min(tokens, longest), GREEDY)] * -(-tokens // longest)])
+        prompts = [(min(tokens, longest), GREEDY)] * -(-tokens // longest)
+        waves.append([[(3, DECODING)] * (count * micro_batches), prompts])
     return waves
 
 

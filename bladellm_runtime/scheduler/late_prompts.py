@@ -56,6 +56,8 @@ class LatePrompts:
         self._roster = roster
         self._late_began = False
         """Whether the prompt that began last was late."""
+        self._called: Sequence | None = None
+        """The one whose turn it is, until it begins or ends."""
 
     def began(self, seq: Sequence) -> None:
         """Its first chunk is planned."""
@@ -65,12 +67,14 @@ class LatePrompts:
         """Before a step is filled. prefilling: those let in that the step is for, in arrival order."""
         line = list(prefilling)
         ahead = sum([policy.tokens_left(seq) for seq in line if seq.loaded])
-        for seq in [*(seq for seq in line if not seq.loaded), *self._roster.waiting]:
-            if not self._is_late(target, seq, room, ahead, now):
-                break
+        while (seq := self._first_to_begin(line)) is not None and self._is_late(target, seq, room, ahead, now):
             self._roster.defer(seq)
         if self._roster.late:
-            self._call_back(target, [seq for seq in line if seq.state is State.PREFILL], room, now)
+            self._call_back(target, any(seq.state is State.PREFILL for seq in line), room, now)
+
+    def _first_to_begin(self, line: list[Sequence]) -> Sequence | None:
+        let_in = (seq for seq in line if seq.state is State.PREFILL and not seq.loaded)
+        return next(chain(let_in, self._roster.waiting), None)
 
     def _is_late(self, target: FirstTokenTarget, seq: Sequence, room: StepRoom, ahead: int, now: float) -> bool:
         if seq.late or seq.cached >= 0 or seq.preemptions:
@@ -84,16 +88,21 @@ class LatePrompts:
         start = self._roster.slots.cached_tokens(seq)
         return start == 0 or seconds_to_first_token(target.cost, room, ahead, start, end - start) > left
 
-    def _call_back(self, target: FirstTokenTarget, line: list[Sequence], room: StepRoom, now: float) -> None:
+    def _call_back(self, target: FirstTokenTarget, prefilling: bool, room: StepRoom, now: float) -> None:
         """As many late prompts as fill a step where nobody else is in line, one where it is their turn."""
         roster = self._roster
-        if line or roster.waiting:
+        if prefilling or roster.waiting:
             waited = now - roster.late[0].arrived
-            in_line = any(seq.late for seq in chain(line, roster.waiting))
-            if waited > PATIENCE * target.seconds and not self._late_began and not in_line:
-                roster.call_back(roster.late[0])
+            if waited > PATIENCE * target.seconds and not self._late_began and not self._is_called():
+                self._called = roster.late[0]
+                roster.call_back(self._called)
             return
         tokens = 0
         while roster.late and (not tokens or tokens + policy.tokens_left(roster.late[0]) <= room.tokens):
             tokens += policy.tokens_left(roster.late[0])
             roster.call_back(roster.late[0])
+
+    def _is_called(self) -> bool:
+        """Whether one is in line already, since it was its turn."""
+        called = self._called
+        return called is not None and not called.loaded and called.state in (State.WAITING, State.PREFILL)

@@ -1,7 +1,7 @@
 """`Planner`: fills a step with decode rows, prefill chunks and new requests."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from bladellm_runtime.kv.shared_reads import SharedReads
 from bladellm_runtime.scheduler import policy
+from bladellm_runtime.scheduler.cost_drift import CostDrift
 from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget, LatePrompts, StepRoom
 from bladellm_runtime.scheduler.limits import SchedulerLimits
 from bladellm_runtime.scheduler.micro_batches import has_room
@@ -79,6 +80,24 @@ class Planner:
         self.target: FirstTokenTarget | None = None
         """When prompts are late, and others go first; None: none is."""
         self._late = LatePrompts(roster)
+        self._cost: StepCost | None = None
+        """What steps cost by themselves; those of the bound and the target follow what they cost now."""
+        self._drift = CostDrift()
+
+    def pace(self, bound: StepBound | None, target: FirstTokenTarget | None) -> None:
+        """Keep to a bound and a target from now on, by what steps cost in them; both follow what steps take then."""
+        given = target or bound
+        self._cost, self._drift = None if given is None else given.cost, CostDrift()
+        self.bound, self.target = bound, target
+
+    def took(self, plan: StepPlan, milliseconds: float) -> None:
+        """A step did, from the end of the one in front of it on."""
+        if self._cost is None or not plan.has_prompts or plan.constrained:
+            return
+        if self._drift.note(self._cost, plan.load, milliseconds):
+            cost = self._drift.applied(self._cost)
+            self.bound = self.bound and replace(self.bound, cost=cost)
+            self.target = self.target and replace(self.target, cost=cost)
 
     def fill(self, step: int, now: float, group: int = 0) -> StepPlan | None:
         """Plan a step of a micro-batch; None when nothing of it can run now."""

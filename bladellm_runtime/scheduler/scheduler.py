@@ -33,11 +33,11 @@ class Scheduler:
     `plan` makes the next step from lengths alone, while earlier steps may still run; `complete` takes their tokens in
     the order planned. The tokens a request gets do not depend on how many steps are in flight.
 
-    Admission is first come, first served: the head of the queue enters once a slot and the granules for all its known
-    tokens are there, with headroom for those that run. When a decode row finds the pool empty, the newest running
-    sequence gives way: it goes back to the head of the queue and is recomputed. The oldest never gives way, so it
-    always finishes, and then the next one is the oldest. A slot whose sequence ended or gave way is given back after
-    the last step that contains it.
+    Admission is first come, first served, but for prompts that are late (`LatePrompts`): the head of the queue enters
+    once a slot and the granules for all its known tokens are there, with headroom for those that run. When a decode row
+    finds the pool empty, the newest running sequence gives way: it goes back to the head of the queue and is
+    recomputed. The oldest never gives way, so it always finishes, and then the next one is the oldest. A slot whose
+    sequence ended or gave way is given back after the last step that contains it.
     """
 
     def __init__(
@@ -163,6 +163,8 @@ class Scheduler:
         self._memory.complete(plan.step)
         slots.release_retired()
         self.last_step_seconds = max(0.0, now - max(planned_at, self._last_completion))
+        if planned_at < self._last_completion:
+            self._planner.took(plan, 1e3 * self.last_step_seconds)
         self._step_seconds += self.last_step_seconds
         self._last_completion = now
         return deltas
@@ -215,12 +217,12 @@ class Scheduler:
 
     def bound_steps(self, bound: StepBound | None) -> None:
         """Keep steps with decodes within a bound from now on; None lifts it."""
-        self._planner.bound = bound
+        self._planner.pace(bound, self._planner.target)
 
     def target_first_tokens(self, target: FirstTokenTarget | None) -> None:
         """Have prompts that cannot meet a target stand aside for those that can from now on; None: first come, first
         served."""
-        self._planner.target = target
+        self._planner.pace(self._planner.bound, target)
 
     def reset_counters(self) -> None:
         """Count steps, their seconds, tokens and preemptions from now on."""

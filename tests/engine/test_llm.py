@@ -64,3 +64,26 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(demo_model, monkeypat
         assert (llm.stats().waiting, llm.stats().running) == (0, 0)
         assert len(llm.generate(["The"], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
         assert llm.stats().kv_granules_used == 0
+
+
+def test_prompts_late_for_a_target_are_answered_all_the_same(demo_model):
+    """With a target that one prompt can meet, of many that come at once most stand aside."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    prompts = [[5 + (7 * number + place) % 200 for place in range(30 + number)] for number in range(24)]
+    small = {"device": "cpu", "kv_cache_gib": 0.05, "ragged_flash_max_batch_tokens": 64, "disable_prompt_cache": True}
+    found, late = {}, 0
+    for target in (0.0, 5.0):
+        with LLM(str(demo_model), target_ttft_ms=target, **small) as llm:
+            core = llm._engine.core
+            assert (core._scheduler._planner.target is None) == (target == 0.0)
+            step = core.step
+
+            def watched(step=step, llm=llm):
+                nonlocal late
+                late = max(late, llm.stats().late)
+                return step()
+
+            core.step = watched
+            found[target] = [answer.outputs[0].token_ids for answer in llm.generate(prompts, greedy)]
+    assert found[5.0] == found[0.0]
+    assert 0 < late < len(prompts)
