@@ -203,8 +203,8 @@ def pace_steps(
     if tbt or ttft:
         cost = measure_step_cost(core, limits, kv_spec, sizes, args.max_loras if args.enable_lora else 0)
         # Between two tokens of a request every micro-batch has a step.
-        core.bound_steps(StepBound(tbt / args.micro_batches, cost) if tbt else None)
-        core.target_first_tokens(FirstTokenTarget(ttft / 1e3, cost) if ttft else None)
+        bound = StepBound(tbt / args.micro_batches, cost) if tbt else None
+        core.bound_steps(bound, FirstTokenTarget(ttft / 1e3, cost) if ttft else None)
         core.reset_prompt_cache()
         core.reset_counters()
     if device.type == "cuda" and not args.disable_overlap and args.micro_batches == 1:

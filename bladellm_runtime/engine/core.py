@@ -288,13 +288,10 @@ class EngineCore:
         self._runner.recover()
         return deltas + recovery.recover(error)
 
-    def bound_steps(self, bound: StepBound | None) -> None:
-        """Keep steps with decodes within a bound from now on; None lifts it."""
-        self._scheduler.bound_steps(bound)
-
-    def target_first_tokens(self, target: FirstTokenTarget | None) -> None:
-        """Have late prompts stand aside for those that can meet a target; None: first come, first served."""
-        self._scheduler.target_first_tokens(target)
+    def bound_steps(self, bound: StepBound | None, target: FirstTokenTarget | None = None) -> None:
+        """Keep steps with decodes within a bound from now on, and have prompts that are late for a target stand aside;
+        None: neither."""
+        self._scheduler.bound_steps(bound, target)
 
     def reset_counters(self) -> None:
         """Count steps and tokens from now on; only while idle."""

@@ -7,7 +7,6 @@ import ctypes
 import importlib.util
 import threading
 from pathlib import Path
-from typing import Any
 
 from bladellm_runtime.config import Device
 
@@ -38,11 +37,5 @@ def open_driver() -> None:
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    steps: list[tuple[Any, ...]] = [
-        (cuda.cuInit, 0),
-        (cuda.cuDeviceGet, ctypes.byref(device), 0),
-        (cuda.cuDevicePrimaryCtxRetain, ctypes.byref(context), device),
-    ]
-    for call, *given in steps:
-        if call(*given) != 0:
-            return
+    if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

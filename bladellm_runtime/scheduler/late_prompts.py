@@ -41,8 +41,9 @@ def seconds_to_first_token(cost: StepCost, room: StepRoom, ahead: int, start: in
     """How long a prompt's first token takes from now on, with `ahead` tokens of others in front of its own, which begin
     at position `start`."""
     prefill = cost.prefill_milliseconds(ahead + tokens) + cost.prefill_pair * chunk_pairs(start, tokens)
-    steps = prefill / max(room.longest - room.base, cost.step) if cost.step or room.longest > room.base else 1.0
-    return (prefill + room.base * max(steps, 1.0)) / 1e3
+    each = max(room.longest - room.base, cost.step)
+    steps = max(prefill / each, 1.0) if each > 0 else 1.0
+    return (prefill + room.base * steps) / 1e3
 
 
 class LatePrompts:

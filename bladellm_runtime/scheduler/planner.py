@@ -80,22 +80,22 @@ class Planner:
         self.target: FirstTokenTarget | None = None
         """When prompts are late, and others go first; None: none is."""
         self._late = LatePrompts(roster)
-        self._cost: StepCost | None = None
-        """What steps cost by themselves; those of the bound and the target follow what they cost now."""
+        self._measured: StepCost | None = None
+        """What steps cost where those two were given; their own costs follow what steps take."""
         self._drift = CostDrift()
 
-    def pace(self, bound: StepBound | None, target: FirstTokenTarget | None) -> None:
-        """Keep to a bound and a target from now on, by what steps cost in them; both follow what steps take then."""
-        given = target or bound
-        self._cost, self._drift = None if given is None else given.cost, CostDrift()
+    def bound_steps(self, bound: StepBound | None, target: FirstTokenTarget | None) -> None:
+        """Keep to these from now on; where both are given they have one cost."""
+        given = bound or target
         self.bound, self.target = bound, target
+        self._measured, self._drift = None if given is None else given.cost, CostDrift()
 
     def took(self, plan: StepPlan, milliseconds: float) -> None:
         """A step did, from the end of the one in front of it on."""
-        if self._cost is None or not plan.has_prompts or plan.constrained:
+        if self._measured is None or not plan.has_prompts or plan.constrained:
             return
-        if self._drift.note(self._cost, plan.load, milliseconds):
-            cost = self._drift.applied(self._cost)
+        if self._drift.note(self._measured, plan.load, milliseconds):
+            cost = self._drift.applied(self._measured)
             self.bound = self.bound and replace(self.bound, cost=cost)
             self.target = self.target and replace(self.target, cost=cost)
 
@@ -104,7 +104,7 @@ class Planner:
         self._group = group
         budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
         plan = self._begin(step)
-        if self.target is not None:
+        if self.target is not None and self._roster.has_prompts:
             self._late.sort(self.target, self._own(self._roster.prefilling), self._room(self.target.cost, plan), now)
         if self.bound is not None and budget > 0:
             budget = self._bounded(self.bound, plan, budget, now)

@@ -83,6 +83,11 @@ class Roster:
         return chain(self.prefilling, self.decoding)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence waits or is being prefilled."""
+        return bool(self.waiting or self.late or self.prefilling)
+
+    @property
     def unused_tokens(self) -> int:
         """Tokens for which running sequences hold room beyond what is planned."""
         planned = sum([seq.planned for seq in self.prefilling]) + sum([batch.planned for batch in self.batches])

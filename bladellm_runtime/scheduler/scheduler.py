@@ -79,7 +79,7 @@ class Scheduler:
     @property
     def has_prompts(self) -> bool:
         """True while a request waits or is being prefilled: the next step probably has prompt tokens."""
-        return bool(self._roster.waiting or self._roster.late or self._roster.prefilling)
+        return self._roster.has_prompts
 
     @property
     def idle(self) -> bool:
@@ -215,14 +215,10 @@ class Scheduler:
         self._roster.end(newest)
         return [RequestDelta(newest.request_id, [], FinishReason.ERROR, OUT_OF_MEMORY)]
 
-    def bound_steps(self, bound: StepBound | None) -> None:
-        """Keep steps with decodes within a bound from now on; None lifts it."""
-        self._planner.pace(bound, self._planner.target)
-
-    def target_first_tokens(self, target: FirstTokenTarget | None) -> None:
-        """Have prompts that cannot meet a target stand aside for those that can from now on; None: first come, first
-        served."""
-        self._planner.pace(self._planner.bound, target)
+    def bound_steps(self, bound: StepBound | None, target: FirstTokenTarget | None = None) -> None:
+        """From now on keep steps with decodes within a bound, and have prompts that cannot meet a target stand aside
+        for those that can. None: no bound; first come, first served."""
+        self._planner.bound_steps(bound, target)
 
     def reset_counters(self) -> None:
         """Count steps, their seconds, tokens and preemptions from now on."""

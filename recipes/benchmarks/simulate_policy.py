@@ -99,9 +99,8 @@ class SimulatedEngine:
         spec = KvSpec((KvGroup((0,), 1),), 256, 8192, 256, 32768)
         limits = SchedulerLimits(max_batch_tokens, max_batch_tokens, 32768, frozenset(), 1 << 17)
         self._scheduler = Scheduler(limits, KvAccounting(spec, prompt_cache=False), clock=lambda: self.now / 1e3)
-        self._scheduler.bound_steps(bound)
-        if target_ttft_ms:
-            self._scheduler.target_first_tokens(FirstTokenTarget(target_ttft_ms / 1e3, cost))
+        target = FirstTokenTarget(target_ttft_ms / 1e3, cost) if target_ttft_ms else None
+        self._scheduler.bound_steps(bound, target)
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._free = 0.0
         self._last: dict[int, float] = {}

@@ -1,6 +1,5 @@
 """The CUDA driver is opened beside the import of torch, by what needs no torch itself."""
 
-import ctypes
 import subprocess
 import sys
 import threading
@@ -11,36 +10,40 @@ import torch
 
 from bladellm_runtime.engine import early_driver
 
-FAKE = """
-int calls[3];
-int cuInit(unsigned flags) { calls[0] += flags == 0; return %d; }
-int cuDeviceGet(int *device, int number) { calls[1] += number == 0; *device = 7; return 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { calls[2] += device == 7; *context = calls; return 0; }
-"""
+
+class FakeDriver:
+    """A libcuda whose cuInit returns a code; `calls` in their order, with what they were given."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.calls = code, []
+
+    def cuInit(self, flags):
+        self.calls.append(("cuInit", flags))
+        return self.code
+
+    def cuDeviceGet(self, device, number):
+        self.calls.append(("cuDeviceGet", number))
+        device._obj.value = 7
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        self.calls.append(("cuDevicePrimaryCtxRetain", device.value))
+        context._obj.value = 1
+        return 0
 
 
-@pytest.fixture
-def fake_driver(tmp_path, monkeypatch):
-    """Builds a libcuda whose cuInit returns a code, and has it be used."""
-
-    def build(code: int) -> ctypes.CDLL:
-        source, library = tmp_path / "cuda.c", tmp_path / f"libcuda{code}.so"
-        source.write_text(FAKE % code)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-        monkeypatch.setattr(early_driver, "LIBRARY", str(library))
-        return ctypes.CDLL(str(library))
-
-    return build
+OPENED = [("cuInit", 0), ("cuDeviceGet", 0), ("cuDevicePrimaryCtxRetain", 7)]
 
 
-@pytest.mark.parametrize(("code", "calls"), [(0, [1, 1, 1]), (100, [1, 0, 0])])
-def test_the_first_context_is_made_where_there_is_a_driver_that_opens(fake_driver, monkeypatch, code, calls):
-    library = fake_driver(code)
+@pytest.mark.parametrize(("code", "calls"), [(0, OPENED), (100, OPENED[:1])])
+def test_the_first_context_is_made_where_there_is_a_driver_that_opens(monkeypatch, code, calls):
+    driver = FakeDriver(code)
+    monkeypatch.setattr(early_driver.ctypes, "CDLL", {early_driver.LIBRARY: driver}.__getitem__)
     monkeypatch.setattr(early_driver, "torch_has_cuda", lambda: True)
     thread = early_driver.open_early("auto")
     assert isinstance(thread, threading.Thread)
     thread.join(10)
-    assert list((ctypes.c_int * 3).in_dll(library, "calls")) == calls
+    assert driver.calls == calls
 
 
 def test_nothing_happens_without_a_driver_or_for_a_cpu(monkeypatch):

@@ -60,8 +60,7 @@ def test_a_scheduler_follows_steps_that_begin_as_others_end():
     sim = simulation(depth=2, max_batch_tokens=300, prefill_chunk_tokens=300, max_model_len=20000, num_granules=5000)
     planner = sim.scheduler._planner
     cost = StepCost(step=1.0, token=1.0, decode_row=0.0, decode_kv=0.0, prefill_pair=0.0)
-    sim.scheduler.bound_steps(StepBound(1e6, cost))
-    sim.scheduler.target_first_tokens(FirstTokenTarget(1e6, cost))
+    sim.scheduler.bound_steps(StepBound(1e6, cost), FirstTokenTarget(1e6, cost))
     endless(sim, 300, 1)
     sim.finish()
     assert planner.bound.cost == cost, "nothing was in front of it"
@@ -70,8 +69,9 @@ def test_a_scheduler_follows_steps_that_begin_as_others_end():
     # 1 or 2 s a step, and 301 ms were expected.
     assert planner.bound.cost.token > 1.04
     assert planner.bound.cost == planner.target.cost
+    sim.scheduler.bound_steps(StepBound(1e6, cost))
+    assert planner.bound.cost == cost, "given anew"
     sim.scheduler.bound_steps(None)
-    sim.scheduler.target_first_tokens(None)
     endless(sim, 300 * 4, 1)
     sim.finish()
     assert planner.bound is None

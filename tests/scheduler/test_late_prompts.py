@@ -20,7 +20,7 @@ A_SECOND_A_STEP = StepCost(step=1000.0, token=0.0, decode_row=0.0, decode_kv=0.0
 
 def with_target(seconds: float, **room: int) -> Simulation:
     sim = simulation(**{**ROOM, **room})
-    sim.scheduler.target_first_tokens(FirstTokenTarget(seconds, A_SECOND_A_STEP))
+    sim.scheduler.bound_steps(None, FirstTokenTarget(seconds, A_SECOND_A_STEP))
     return sim
 
 
@@ -148,7 +148,7 @@ def test_what_the_prompt_cache_has_takes_no_time():
         known = [2 + i % 60 for i in range(120)]
         sim.add(known, max_tokens=1, ignore_eos=True)
         sim.finish()
-        sim.scheduler.target_first_tokens(FirstTokenTarget(60.0, cost))
+        sim.scheduler.bound_steps(None, FirstTokenTarget(60.0, cost))
         busy(sim, 3 * STEP, 1)
         sim.add([*known, 5, 6], max_tokens=1, ignore_eos=True, salt=salt)
         sim.launch()

@@ -61,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
         self.sim = Simulation(limits_of(max_model_len=max_model_len, **most), spec, depth, groups=groups, **memory)
         if in_time is not None:
-            self.sim.scheduler.target_first_tokens(FirstTokenTarget(in_time, TICKS))
+            self.sim.scheduler.bound_steps(None, FirstTokenTarget(in_time, TICKS))
 
     @rule(
         prompt=prompts,
