@@ -153,10 +153,11 @@ def make_engine(
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         runner.use_mixed_graphs(False)
         thorough, rows = built.device.type == "cuda", eager_sizes(args)
-        warm_up(
-            core, limits, thorough=thorough, micro_batches=count, decode_rows=rows,
-            slots=kv_spec.num_slots, adapted=args.enable_lora,
-        )  # fmt: skip
+        with built.model.rehearsal():
+            warm_up(
+                core, limits, thorough=thorough, micro_batches=count, decode_rows=rows,
+                slots=kv_spec.num_slots, adapted=args.enable_lora,
+            )  # fmt: skip
         runner.use_mixed_graphs(True)
         warm_up(core, limits, thorough=False, adapted=args.enable_lora)
     with record.times.phase("time steps"):

@@ -135,7 +135,7 @@ def build_runner(
     runner = ModelRunner(model, arena, sampling, workspace, rotation, planned, stage)
     with times.phase("capture graphs"):
         cascade = make_cascade(args, spec, arena, shape, graph_sizes(args)) if stages.all_share(whole) else None
-        capture_steps(args, runner, device, capture, cascade)
+        capture_steps(args, runner, model, capture, cascade)
         check_equal_graphs(runner, others)
         if device.type == "cuda" and model.ends.last:
             # Of eager steps, and of captured ones.
@@ -235,12 +235,13 @@ def decode_workspace(
 
 
 def capture_steps(
-    args: EngineArgs, runner: ModelRunner, device: torch.device, capture: Capture | None, cascade: Cascade | None
+    args: EngineArgs, runner: ModelRunner, model: Decoder, capture: Capture | None, cascade: Cascade | None
 ) -> None:
     """Have the runner capture steps where the flags and the device allow it, those of most tokens first: the memory of
     all others fits into theirs."""
+    device = model.device
     if capture is None and device.type == "cuda" and has_triton():
-        capture = CudaCapture(device)
+        capture = CudaCapture(device, model.rehearsal)
     sizes, asked = graph_sizes(args), args.cuda_graph_max_batch_size is not None
     if asked and args.cuda_graph_batch_sizes:
         logger.warning("--cuda_graph_max_batch_size is ignored beside --cuda_graph_batch_sizes")

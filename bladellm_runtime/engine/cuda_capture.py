@@ -16,23 +16,45 @@ T = TypeVar("T")
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 """Takes work over static tensors, and returns what repeats it on them."""
+Rehearsal = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class CudaCapture:
     """Captures work as graphs with one memory pool: at most one may be running at a time, all on one stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rehearsal: Rehearsal = contextlib.nullcontext) -> None:
+        """rehearsal: in which work does only what compiles and loads all it needs."""
         self._device = device
+        self._rehearsal = rehearsal
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
-        """Do the work, which compiles what it needs, capture it, and do it again. Raises what CUDA or it raises."""
-        graph = torch.cuda.CUDAGraph()
+        """Rehearse the work, capture it, and do it. Raises what CUDA or it raises."""
+        with self._rehearsal():
+            self._do(work)
+        try:
+            graph = self._capture(work)
+        except RuntimeError:
+            # The rehearsal has left out what cannot be done in a capture. Memory of one that failed stays taken.
+            self._pool = torch.cuda.graph_pool_handle()
+            self._do(work)
+            graph = self._capture(work)
+        # The first launch of a graph takes it to the device; that is not left to a request.
+        self._do(graph.replay)
+        return graph.replay
+
+    def _do(self, work: Work) -> None:
+        """Do work on the stream of captures, in order with the current one."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()
+        current.wait_stream(self._stream)
+
+    def _capture(self, work: Work) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             # Other threads may map KV memory meanwhile, which the mode "global" would forbid.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -43,10 +65,7 @@ class CudaCapture:
                     graph.capture_end()
                 raise
             graph.capture_end()
-            # The first launch of a graph takes it to the device; that is not left to a request.
-            graph.replay()
-        current.wait_stream(self._stream)
-        return graph.replay
+        return graph
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bladellm_runtime.config import EngineArgs
-from bladellm_runtime.engine.early_driver import open_early
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.logs import log_to_stderr
@@ -50,7 +49,7 @@ def run_engine(
 
     A failure is told to the front end as `EngineFailed` and never raised: the process must end in order.
     """
-    # Imported here, as they load torch: a bad address is reported before that, and the driver opens meanwhile.
+    # Imported here, as they load torch: a bad address is reported before that.
     from bladellm_runtime.engine.build import build_engine
     from bladellm_runtime.engine.loop import EngineLoop
     from bladellm_runtime.engine.step_errors import DeviceLostError
@@ -121,7 +120,6 @@ def main() -> int:
     log_to_stderr(launch.args.log_level, "engine")
     holder = LoopHolder()
     threading.Thread(target=holder.watch_stdin, name="front-end-watch", daemon=True).start()
-    open_early(launch.args.device)
     port = EnginePort(launch.address)
     try:
         folder = Path(launch.address.removeprefix("ipc://")).parent if launch.address.startswith("ipc://") else None

@@ -1,6 +1,8 @@
 """The one decoder class: a pre-norm transformer with grouped-query attention and a gated MLP, as its spec describes."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,8 +102,17 @@ class DecoderLayer:
         stream = self.attention.of_wanted(stream, wanted, batch, cos, sin, self.mlp_norm)
         return self.mlp(stream, next_norm) if len(wanted.tokens) else stream
 
+    @property
+    def linears(self) -> tuple[LinearLayer, ...]:
+        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
+
+    @property
+    def kind(self) -> Hashable:
+        """The same of layers that run the same kernels."""
+        return self.attention.shape, *((type(linear), linear.bytes) for linear in self.linears)
+
     def prepare(self) -> None:
-        for linear in (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down):
+        for linear in self.linears:
             linear.prepare()
 
     def fuses(self, rows: int) -> bool:
@@ -124,6 +135,7 @@ class Decoder:
         self.spec = spec
         self.ends = ends
         self.layers = [DecoderLayer(spec, weights, layer, communicator) for layer in range(spec.layers)]
+        self._active = self.layers
         self.embedding = _embedding(weights, communicator) if ends.first else None
         # Behind the last layer of a stage that is not the last one a norm is due whose result nobody reads.
         self.norm = self.layers[0].input_norm
@@ -143,6 +155,17 @@ class Decoder:
         """Compile the kernels that its layers, which are alike, may need and no step before ready does."""
         self.layers[0].prepare()
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Meanwhile steps run as few layers as need all the kernels of a whole step: these are loaded then, and what is
+        computed is worth nothing. Of a rank with others beside it all run, which must not wait for each other in vain.
+        """
+        self._active = self.layers if self._communicator is not None else one_of_each(self.layers)
+        try:
+            yield
+        finally:
+            self._active = self.layers
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and write its K and V to the arena.
@@ -153,10 +176,10 @@ class Decoder:
         self._adapt(batch)
         tables = self.rotary(batch.positions)
         if not self.ends.last:
-            return self._run(NormedStream, self.layers, batch, tables, self.norm).total
+            return self._run(NormedStream, self._active, batch, tables, self.norm).total
         if batch.wanted is None:
-            return self._run(NormedStream, self.layers, batch, tables, self.norm.of(batch.logit_tokens)).normed
-        *others, last = self.layers
+            return self._run(NormedStream, self._active, batch, tables, self.norm.of(batch.logit_tokens)).normed
+        *others, last = self._active
         stream = self._run(NormedStream, others, batch, tables, last.input_norm)
         return last.of_wanted(stream, batch.wanted, batch, *tables, self.norm).normed
 
@@ -177,11 +200,11 @@ class Decoder:
         fuses = self.fuses(len(batch.positions))
         if not self.ends.last:
             kind: type[FusedStream] | type[NormedStream] = FusedStream if fuses else NormedStream
-            total = self._run(kind, self.layers, batch, tables, self.norm).total
+            total = self._run(kind, self._active, batch, tables, self.norm).total
             return total if out is None else out.copy_(total)
         if fuses:
-            return _logits(self._end().normed, self._run(FusedStream, self.layers, batch, tables, self.norm).norm, out)
-        return _logits(self._end(), self._run(NormedStream, self.layers, batch, tables, self.norm).normed, out)
+            return _logits(self._end().normed, self._run(FusedStream, self._active, batch, tables, self.norm).norm, out)
+        return _logits(self._end(), self._run(NormedStream, self._active, batch, tables, self.norm).normed, out)
 
     def fuses(self, rows: int) -> bool:
         """Whether a decode step of so many rows takes the fused operators: where all layers but the head have them.
@@ -239,6 +262,17 @@ class Decoder:
         if self.head is None:
             raise ValueError("a stage that is not the last has no head")
         return self.head
+
+
+def one_of_each(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
+    """The first two layers of each kind and the last of all: behind and in front of another, and at both ends."""
+    found: Counter[Hashable] = Counter()
+    chosen = []
+    for layer in layers[:-1]:
+        found[layer.kind] += 1
+        if found[layer.kind] <= 2:
+            chosen.append(layer)
+    return [*chosen, *layers[-1:]]
 
 
 def _embedding(weights: Weights, communicator: Communicator | None) -> Embedding:
