@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from statistics import median
 
+import numpy as np
+
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.kv.spec import KvSpec
 from bladellm_runtime.request import SamplingParams
@@ -94,6 +96,8 @@ class StepProbe:
     A long prompt may take the host longer to launch, operator by operator, than the step of decodes before takes the
     device: that then seems to have been longer, and the one with the prompt shorter, by as much. So there is another
     step of the same decodes before it, and what that did not take is the prompt's.
+
+    Tokens are random: products of rows that are all the same need less power, and the GPU runs faster than it ever will.
     """
 
     def __init__(self, core: EngineCore, limits: SchedulerLimits, spec: KvSpec, adapters: int = 0) -> None:
@@ -102,6 +106,8 @@ class StepProbe:
         self._decodes: list[float] = []
         """Of the steps since the last one with a prompt."""
         self._core = core
+        self._random = np.random.default_rng(0)
+        self._vocab_size = limits.vocab_size
         self._adapters = [*range(adapters), NO_ADAPTER]
         longest = min(limits.max_model_len, kv_capacity(spec))
         self._answer = min(512, longest // 2)
@@ -129,7 +135,8 @@ class StepProbe:
             self.finish()
         self._added += 1
         params = SamplingParams(max_tokens=self._answer, temperature=0.0, ignore_eos=True)
-        request = AddRequest(-1 - self._added, [0] * tokens, params, 0, 0.0, cache_salt=f"probe {self._added}")
+        prompt = self._random.integers(self._vocab_size, size=tokens).tolist()
+        request = AddRequest(-1 - self._added, prompt, params, 0, 0.0, cache_salt=f"probe {self._added}")
         self._core.add(request, Prepared(adapter=self._adapters[self._added % len(self._adapters)]))
         self._running.append(request.request_id)
         self._used += tokens + self._answer

@@ -109,6 +109,25 @@ def test_an_engine_with_adapters_measures_steps_that_have_them(runner):
     assert runner.mixed > 20
 
 
+def test_no_two_rows_of_a_step_are_alike(runner, monkeypatch):
+    """A GPU multiplies equal rows with less power, and faster: the line would be one that no traffic comes to."""
+    prompts = []
+    add = EngineCore.add
+
+    def watched(core, request, *more):
+        prompts.append(request.prompt)
+        add(core, request, *more)
+
+    monkeypatch.setattr(EngineCore, "add", watched)
+    measured(runner, True, slots=256, tokens=100_000, max_model_len=8192)
+    long = [prompt for prompt in prompts if len(prompt) >= 256]
+    assert len(long) > 5
+    for prompt in long:
+        # Of 1,000 tokens, drawn: the expected number of different ones is 1000 (1 - 0.999 ** n).
+        assert len(set(prompt)) > 0.9 * 1000 * (1 - 0.999 ** len(prompt))
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == len(prompts)
+
+
 @pytest.mark.parametrize("tokens", [600, 512])
 def test_one_slot_and_little_memory_are_enough(runner, tokens):
     cost = measured(runner, True, slots=1, tokens=tokens, max_model_len=4096)
