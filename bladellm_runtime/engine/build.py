@@ -153,6 +153,7 @@ def make_engine(
         # Captured steps have their kernels; those that no graph will serve need some of their own.
         runner.use_mixed_graphs(False)
         thorough, rows = built.device.type == "cuda", eager_sizes(args)
+        # Captured steps, which run all layers, may read what no rehearsal has written: requests end early then.
         with built.model.rehearsal():
             warm_up(
                 core, limits, thorough=thorough, micro_batches=count, decode_rows=rows,

@@ -13,7 +13,9 @@ SCRIPT = Path(__file__).parents[2] / "kernels" / "benchmarks" / "prefill_attenti
 def script():
     spec = importlib.util.spec_from_file_location("prefill_attention_benchmark", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        spec.loader.exec_module(module)
     return module
 
 
