@@ -1,11 +1,11 @@
 """The tables of speed, on random weights: `python recipes/benchmarks/bench_gpu.py --out results` (`make bench-gpu`).
 
 Parts, each of the shapes that have it (`targets.py`): `decode` steps by batch, `prefill` of an idle engine, `offline`
-throughput, `long` contexts by KV format, `start` from the command to ready, and a server `online`, beside a peer where
---peer gives its command line. What else a peer reached in the same hour, --peer_figures, goes into the table, and the
-goals beside it are shares of that. Parts of one shape and KV format share an engine. OUT/table.md has every figure
-beside its goals, OUT/results.json the same, OUT/*.json what each script found; what is measured again replaces its
-rows.
+throughput, `long` contexts by KV format, `start` from the command to ready, and a server `online`, once more with a
+target for the first token, beside a peer where --peer gives its command line. What else a peer reached in the same
+hour, --peer_figures, goes into the table, and the goals beside it are shares of that. Parts of one shape and KV format
+share an engine. OUT/table.md has every figure beside its goals, OUT/results.json the same, OUT/*.json what each script
+found; what is measured again replaces its rows.
 
     bench_gpu.py --out results --shapes llama31-8b --parts decode prefill offline
     bench_gpu.py --out results --parts online --peer "vllm serve {model} --load-format dummy --port {port}"
@@ -24,7 +24,7 @@ from typing import Any
 
 from one_engine import PARTS, has
 from shapes import SHAPES, TOKENIZER, write_shape
-from targets import CASES, Row, table
+from targets import CASES, MEASURED_QPS, OURS, TARGET_TTFT_MS, Row, carried, table
 
 HERE = Path(__file__).parent
 KV_FORMATS = ("no_quant", "int8", "int4")
@@ -84,7 +84,8 @@ def run_online(job: Job, args: argparse.Namespace) -> list[Row]:
     folder = args.out / job.name
     shutil.rmtree(folder, ignore_errors=True)
     words = ["online.py", str(write_shape(args.models, job.shape, args.tokenizer_dir)), "--out", str(folder)]
-    call([*words, "--device", args.device, *([f"--peer={args.peer}"] if args.peer else []), *args.online_flags])
+    words += ["--qps", *map(str, MEASURED_QPS), "--target_ttft_ms", str(TARGET_TTFT_MS), "--device", args.device]
+    call([*words, *([f"--peer={args.peer}"] if args.peer else []), *args.online_flags])
     found = json.loads((folder / "online.json").read_text())
     return list(online_rows(job.shape, found))
 
@@ -93,15 +94,18 @@ def online_rows(shape: str, found: dict[str, Any]) -> Iterator[Row]:
     """Figures of our server, those of the peer beside them."""
     theirs = {row["level"]: row for row in found["rows"] if row["endpoint"] == "peer"}
     for row in found["rows"]:
-        if row["endpoint"] != "ours":
+        if row["endpoint"] not in OURS:
             continue
-        level, peer = row["level"], theirs.get(row["level"], {})
+        level, peer = row["level"] + OURS[row["endpoint"]], theirs.get(row["level"], {})
         if row["load"] == "closed":
             yield Row(shape, level, "requests/s", row["requests_per_s"], peer.get("requests_per_s"))
         for name in ("ttft_p50", "ttft_p90", "tbt_p50", "tbt_p99"):
             metric, statistic = name.upper().split("_")
             case = f"{level}, {metric} {statistic.lower()}"
             yield Row(shape, case, "ms", row[f"{name}_ms"], peer.get(f"{name}_ms"))
+    for name in OURS:
+        if name in found["carried_qps"]:
+            yield Row(shape, carried(name), "requests/s", found["carried_qps"][name], found["carried_qps"].get("peer"))
     yield Row(shape, "server ready, random weights", "s", found["ready_s"]["ours"], found["ready_s"].get("peer"))
 
 

@@ -38,13 +38,15 @@ def longest(cases: Cases, args: argparse.Namespace) -> int:
 
 
 def build(args: argparse.Namespace, cases: Cases) -> Engine:
-    """The engine of the shape, with as many slots as asked for, or enough for the largest batch."""
+    """The engine of the shape, with as many slots as asked for, or enough for the largest batch and for all requests
+    that are there at once. Every decode step of it is captured."""
     folder = write_shape(args.models, args.shape, args.tokenizer_dir)
-    slots = args.max_running_requests or max([*cases.decode, 256 if cases.offline else 2])
+    at_once = cases.offline[0] if cases.offline and "offline" in args.parts else 2
+    slots = args.max_running_requests or max([*cases.decode, at_once])
     return build_engine(
         EngineArgs(
             model=str(folder), device=args.device, load_format="dummy", max_model_len=longest(cases, args),
-            max_running_requests=slots, cuda_graph_max_batch_size=args.max_running_requests,
+            max_running_requests=slots, cuda_graph_max_batch_size=slots,
             kv_cache_quant=args.kv_cache_quant, kv_cache_gib=args.kv_cache_gib,
             max_gpu_memory_utilization=args.max_gpu_memory_utilization,
             tensor_parallel_size=args.tensor_parallel_size, disable_prompt_cache=True,

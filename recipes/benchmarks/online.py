@@ -6,8 +6,10 @@ does the same with the peer's command line, if one is given, with the same reque
 
     online.py MODELS/llama31-8b --out results --peer "vllm serve {model} --load-format dummy --port {port} ..."
 
-`{model}` and `{port}` are filled in. The comparison of each recipe is in OUT/poisson and OUT/closed, everything in
-OUT/online.json. MODEL needs a tokenizer that knows all its ids: one that it lacks has no text, and is not seen to come.
+`{model}` and `{port}` are filled in. With --target_ttft_ms this project's server runs once more, under random arrivals
+alone, as `ours_target_ttft`. The comparison of each recipe is in OUT/poisson and OUT/closed, everything in
+OUT/online.json, also the load that each carries within the limits of the recipe. MODEL needs a tokenizer that knows
+all its ids: one that it lacks has no text, and is not seen to come.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,10 @@ from typing import Any
 import yaml
 
 from bladellm_runtime.errors import UserError
+from bladellm_tools.bench.capacity import Crossing, capacity
 from bladellm_tools.bench.endpoints import Endpoint, Server, parse_endpoint
 from bladellm_tools.bench.figures import LevelFigures, level_figures
+from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.storage import load
 
 RECIPES = Path(__file__).parents[1]
@@ -39,14 +44,15 @@ def program(name: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; from bladellm_tools.cli import {name}; sys.exit({name}())"]
 
 
-def our_server(args: argparse.Namespace) -> Endpoint:
-    """The endpoint that starts this project's server."""
+def our_server(args: argparse.Namespace, name: str = "ours", *more: str) -> Endpoint:
+    """The endpoint that starts this project's server, with more flags."""
     flags = {
         "model": args.model, "device": args.device, "load_format": args.load_format, "port": "{port}",
         "max_model_len": args.max_model_len, "max_running_requests": args.max_running_requests,
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return Endpoint("ours", command=(*program("server"), *words, "--disable_prompt_cache", *shlex.split(args.flags)))
+    words += ["--disable_prompt_cache", *shlex.split(args.flags), *more]
+    return Endpoint(name, command=(*program("server"), *words))
 
 
 def peer_server(args: argparse.Namespace) -> Endpoint:
@@ -74,14 +80,23 @@ class Sweep:
         return [f"--{name}", *map(str, levels)] if levels else []
 
 
-async def measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[Sweep], float]:
-    """All recipes on one server; what they left, and the seconds of the server's start."""
+def servers(args: argparse.Namespace) -> list[tuple[Endpoint, list[str]]]:
+    """What is measured, one after the other, and under which loads. Raises `ConfigError` as `peer_server`."""
+    found = [(our_server(args), args.loads)]
+    if args.target_ttft_ms and "poisson" in args.loads:
+        target = ("--target_ttft_ms", f"{args.target_ttft_ms:g}")
+        found.append((our_server(args, "ours_target_ttft", *target), ["poisson"]))
+    return [*found, *([(peer_server(args), args.loads)] if args.peer else [])]
+
+
+async def measure(endpoint: Endpoint, loads: Sequence[str], args: argparse.Namespace) -> tuple[list[Sweep], float]:
+    """Recipes on one server; what they left, and the seconds of the server's start."""
     server, sweeps, started = Server(endpoint, args.out, args.start_timeout), [], time.monotonic()
     try:
         await server.start()
         seconds = time.monotonic() - started
         print(f"{endpoint.name}: ready after {seconds:.1f} s", flush=True)
-        for kind in args.loads:
+        for kind in loads:
             sweeps.append(Sweep(kind, endpoint.name, args.out / f"{kind}-{endpoint.name}"))
             await call(sweeps[-1].words(args, server.url))
     finally:
@@ -108,23 +123,42 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     if (task := asyncio.current_task()) is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     args.out.mkdir(parents=True, exist_ok=True)
-    endpoints = [our_server(args), *([peer_server(args)] if args.peer else [])]
     sweeps: list[Sweep] = []
     starts: dict[str, float] = {}
-    for endpoint in endpoints:
-        done, starts[endpoint.name] = await measure(endpoint, args)
+    for endpoint, loads in servers(args):
+        done, starts[endpoint.name] = await measure(endpoint, loads, args)
         sweeps += done
     rows = [row for sweep in sweeps for row in figures(sweep)]
-    for kind in args.loads if args.peer else ():
+    for kind in args.loads:
         folders = [str(sweep.folder) for sweep in sweeps if sweep.load == kind]
-        given = [
-            "--title",
-            f"{Path(args.model).name}, {kind}",
-            "--slo",
-            *yaml.safe_load(LOADS[kind].read_text())["slo"],
-        ]
-        await call([*program("bench"), "plot", "--results", *folders, "--out", str(args.out / kind), *given])
-    return {"ready_s": starts, "rows": rows}
+        if len(folders) > 1:
+            given = ["--title", f"{Path(args.model).name}, {kind}", "--slo", *limits(kind)]
+            await call([*program("bench"), "plot", "--results", *folders, "--out", str(args.out / kind), *given])
+    carried = {sweep.endpoint: carried_qps(sweep) for sweep in sweeps if sweep.load == "poisson"}
+    return {"ready_s": starts, "rows": rows, "carried_qps": carried}
+
+
+def limits(kind: str) -> list[str]:
+    """The limits of a recipe, as `--slo` takes them."""
+    found: list[str] = yaml.safe_load(LOADS[kind].read_text())["slo"]
+    return found
+
+
+def carried_qps(sweep: Sweep) -> float | None:
+    """Requests a second that a server carries within all limits of the recipe; None where its levels do not tell."""
+    levels = level_figures(load(sweep.folder))
+    return least_crossing([capacity(levels, limit) for limit in parse_slo(limits(sweep.load))])
+
+
+def least_crossing(crossings: Sequence[Crossing]) -> float | None:
+    """Where the first of several limits is crossed; None where none is, or one may have been crossed before."""
+    least = min((each.qps for each in crossings if each.kind == "at" and each.qps is not None), default=None)
+    if least is None:
+        return None
+    kept = (
+        each.kind == "at" or (each.kind == "above" and each.qps is not None and each.qps >= least) for each in crossings
+    )
+    return least if all(kept) else None
 
 
 def figures(sweep: Sweep) -> list[dict[str, Any]]:
@@ -164,6 +198,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="runs of every level")
     parser.add_argument("--tokenizer", help="folder of the tokenizer that counts prompt tokens; default: the model's")
     parser.add_argument("--flags", default="", help="more flags of this project's server, as one text")
+    parser.add_argument(
+        "--target_ttft_ms", type=float, default=0.0, help="measure this project's server with this target, too"
+    )
     parser.add_argument("--bench_flags", default="", help="more flags of blade_llm_bench, as one text")
     parser.add_argument("--max_model_len", type=int, default=8192)
     parser.add_argument("--max_running_requests", type=int, default=256)

@@ -82,6 +82,7 @@ def test_starts_and_a_server_under_load(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = measured(tmp_path / "out")
     assert {"engine ready, warm", "server ready, warm", "20 QPS, TTFT p50", "2 streams"} <= set(found)
+    assert {"20 QPS, --target_ttft_ms 95, TBT p99", "QPS at TTFT p90 100 ms, TBT p99 50 ms"} <= set(found)
     assert found["2 streams"] > 0
     assert not (tmp_path / "models" / "tiny-start").exists()
 
@@ -127,7 +128,9 @@ def test_every_goal_belongs_to_a_case_that_is_measured(recipe, targets):
     levels = [("poisson", f"{qps} QPS") for qps in targets.QPS] + [("closed", f"{n} streams") for n in targets.STREAMS]
     figures = dict.fromkeys(("ttft_p50_ms", "ttft_p90_ms", "tbt_p50_ms", "tbt_p99_ms", "requests_per_s"), 1.0)
     rows = [{"load": load, "level": level, "endpoint": "ours", **figures} for load, level in levels]
-    online = {row.case for row in bench_gpu.online_rows("s", {"rows": rows, "ready_s": {"ours": 1.0}})}
+    carried = dict.fromkeys(targets.OURS, 1.0)
+    found = {"rows": rows, "ready_s": {"ours": 1.0}, "carried_qps": carried}
+    online = {row.case for row in bench_gpu.online_rows("s", found)}
     for shape, goals in targets.TARGETS.items():
         cases = targets.CASES[shape]
         named = {f"decode step, batch {batch}" for batch in cases.decode} | {f"prefill of {n}" for n in cases.prefill}
@@ -142,5 +145,15 @@ def test_a_peer_stands_beside_the_same_level(recipe):
          "ttft_p90_ms": rate, "tbt_p50_ms": rate, "tbt_p99_ms": None}
         for name, rate in (("ours", 5.0), ("peer", 4.0))
     ]  # fmt: skip
-    found = list(recipe("bench_gpu").online_rows("tiny", {"rows": rows, "ready_s": {"ours": 1.0, "peer": 2.0}}))
-    assert [(row.value, row.peer) for row in found] == [(5.0, 4.0)] * 4 + [(None, None), (1.0, 2.0)]
+    online = {"rows": rows, "ready_s": {"ours": 1.0, "peer": 2.0}, "carried_qps": {"ours": 24.0, "peer": 20.0}}
+    found = list(recipe("bench_gpu").online_rows("tiny", online))
+    assert [(row.value, row.peer) for row in found] == [(5.0, 4.0)] * 4 + [(None, None), (24.0, 20.0), (1.0, 2.0)]
+
+
+def test_the_goals_of_a_server_with_a_target_have_names_of_their_own(recipe):
+    figures = dict.fromkeys(("ttft_p50_ms", "ttft_p90_ms", "tbt_p50_ms", "tbt_p99_ms"), 1.0)
+    names = ("ours", "ours_target_ttft", "peer")
+    rows = [{"load": "poisson", "level": "24 QPS", "endpoint": name, **figures} for name in names]
+    online = {"rows": rows, "ready_s": {"ours": 1.0}, "carried_qps": dict.fromkeys(names, 3.0)}
+    cases = [row.case for row in recipe("bench_gpu").online_rows("tiny", online)]
+    assert len(cases) == len(set(cases)) == 2 * 4 + 2 + 1

@@ -13,6 +13,8 @@ import pytest
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.weights import parameter_shape, weight_table
 from bladellm_tools import cli
+from bladellm_tools.bench.capacity import Crossing
+from bladellm_tools.bench.slo import SloLimit
 from bladellm_tools.bench.storage import load
 from bladellm_tools.recipe import read_recipe
 from tests.tools.command import ROOT, command
@@ -68,20 +70,40 @@ def test_a_server_and_a_peer_get_the_same_requests(tmp_path):
     flags = [
         "--device", "cpu", "--load_format", "auto", "--max_model_len", "128", "--max_running_requests", "4",
         "--flags", "--kv_cache_gib 0.02", "--qps", "20", "--concurrency", "2", "--bench_flags", short,
-        "--peer", peer, "--out", str(tmp_path / "out"),
+        "--peer", peer, "--target_ttft_ms", "30000", "--out", str(tmp_path / "out"),
     ]  # fmt: skip
     words = [sys.executable, str(BENCHMARKS / "online.py"), str(DEMO), *flags]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "online.json").read_text())
-    assert set(found["ready_s"]) == {"ours", "peer"}
+    assert set(found["ready_s"]) == set(found["carried_qps"]) == {"ours", "ours_target_ttft", "peer"}
     levels = [(row["endpoint"], row["level"]) for row in found["rows"]]
-    assert levels == [(name, level) for name in ("ours", "peer") for level in ("20 QPS", "2 streams")]
+    both = ("20 QPS", "2 streams")
+    assert levels == [*(("ours", level) for level in both), ("ours_target_ttft", "20 QPS"),
+                      *(("peer", level) for level in both)]  # fmt: skip
     assert all(row["failed"] == 0 and row["tbt_p50_ms"] > 0 for row in found["rows"])
     runs = [load(tmp_path / "out" / f"poisson-{name}").runs[0] for name in ("ours", "peer")]
     intended = [[record.intended for record in run.requests] for run in runs]
     assert intended[0] == intended[1]
     assert (tmp_path / "out" / "closed" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("crossings", "carried"),
+    [
+        ([("at", 24.0), ("at", 28.0)], 24.0),
+        ([("at", 24.0), ("above", 28.0)], 24.0),
+        ([("at", 24.0), ("above", 8.0)], None),
+        ([("above", 28.0), ("above", 28.0)], None),
+        ([("at", 24.0), ("below", 8.0)], None),
+        ([("at", 24.0), ("unknown", None)], None),
+    ],
+)
+def test_a_load_is_carried_up_to_the_first_limit_that_it_breaks(monkeypatch, crossings, carried):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    limit = SloLimit("ttft", "p90", 0.1)
+    made = [Crossing("ours", limit, kind, qps) for kind, qps in crossings]
+    assert importlib.import_module("online").least_crossing(made) == carried
 
 
 @pytest.mark.slow
