@@ -140,7 +140,8 @@ class KernelState(SamplingState):
 def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddRequest]:
     """Greedy ones, and ones that the captured sampling does not cover; beginnings are shared.
 
-    The last six share nothing and ask for much: beside each other some have to give way.
+    The last six share nothing and ask for much, any two of them for more than the 170 tokens there are: beside each
+    other some have to give way, also where chance aborts all but the last four.
     """
     shared = [rng.randrange(vocab) for _ in range(40)]
     ways = [{"temperature": 0.0}] * 4 + [
@@ -153,7 +154,7 @@ def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddReque
     for index in range(count):
         large = index >= count - 6
         beginning = shared[: 0 if large else rng.choice((0, 20, 40))]
-        prompt = beginning + [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
+        prompt = beginning + [rng.randrange(vocab) for _ in range(rng.randrange(16 if large else 1, 30))]
         answer = 70 if large else rng.choice((5, 12, 70))
         params = SamplingParams(max_tokens=answer, seed=index, ignore_eos=True, **rng.choice(ways))
         requests.append(AddRequest(index, prompt, params, 0, time.monotonic()))
@@ -161,7 +162,7 @@ def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddReque
 
 
 def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tuple[dict[int, list[int]], set[int]]:
-    """Tokens by request, and which were aborted: arrivals and aborts come between steps as chance has it."""
+    """Tokens by request, and which were aborted, the last four never: arrivals and aborts come as chance has it."""
     core, waiting, aborted = engine.core, list(requests), set()
     tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
     while waiting or not core.idle:
@@ -169,7 +170,8 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
         while waiting and rng.random() < 0.7:
             deltas += core.add(waiting.pop(0))
         if rng.random() < 0.05:
-            aborted.add(victim := rng.randrange(len(requests) - len(waiting) + 1))
+            arrived = len(requests) - len(waiting)
+            aborted.add(victim := rng.randrange(min(arrived + 1, len(requests) - 4)))
             deltas += core.abort([victim])
         for delta in one_by_one(deltas + core.step()):
             tokens[delta.request_id] += delta.tokens
