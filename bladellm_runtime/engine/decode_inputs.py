@@ -1,4 +1,7 @@
-"""What a captured decode step reads: arrays that stay where they are, filled by one copy a step and padded."""
+"""What a captured decode step reads: arrays that stay where they are, filled by one copy when rows change, and padded.
+
+A captured step ends by advancing them to the next step of the same rows, which then needs no copy.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,8 +26,9 @@ class DecodeArrays(NamedTuple):
     positions: of the token. kv_lens: with the token itself; 0 in padding, which reads nothing. kv_rows, granule_rows:
     as in `ForwardBatch`, -1 in padding, which stores nothing. slots: where the row's token comes from and its successor
     goes; in padding, a slot nobody has. base_rows, table_slots: what decode attention calls base rows and slots.
-    sampling_slots: slots, -1 in padding. adapters: the slots of LoRA adapters, -1 for none and in padding; undefined
-    where no row has one. From `slots` on they are the same for all steps of the same rows.
+    sampling_slots: slots, -1 in padding. advances: what the first three grow by from a step to the next, 0 in padding.
+    adapters: the slots of LoRA adapters, -1 for none and in padding; undefined where no row has one. From `slots` on
+    they are the same for all steps of the same rows.
     """
 
     positions: Tensor
@@ -35,6 +39,7 @@ class DecodeArrays(NamedTuple):
     base_rows: Tensor
     table_slots: Tensor
     sampling_slots: Tensor
+    advances: Tensor
     adapters: Tensor
 
 
@@ -61,7 +66,7 @@ class DecodeInputs:
         layer = arena.layer(0)
         self._tabled, self._paged = layer.table is not None, layer.paged
         # In the order of the fields of `DecodeArrays`.
-        self._padding = np.array([[0], [0], [-1], [-1], [self.padding_slot], [0], [0], [-1], [-1]], dtype=np.int64)
+        self._padding = np.array([[0], [0], [-1], [-1], [self.padding_slot], [0], [0], [-1], [0], [-1]], dtype=np.int64)
         self._members = members
         length = fields * max_size + (fields_length(max_size, members) if members else 0)
         self._static = torch.zeros(length, dtype=torch.int64, device=arena.device)
@@ -71,6 +76,10 @@ class DecodeInputs:
         self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
         self.slots = np.empty(0, dtype=np.int64)
         """Of the plan sent last."""
+        self._sent: tuple[StepPlan | None, int] = (None, 0)
+        """The plan sent last and its size; None where it was padding."""
+        self._advanced = False
+        """Whether the arrays are those of its rows' next step."""
         self._beside = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self.adapted = False
         """Whether rows of it have adapters."""
@@ -106,15 +115,41 @@ class DecodeInputs:
             adapters=TokenAdapters(arrays.adapters, beside=self._beside) if adapted else None,
         )
 
+    def advance(self, size: int) -> None:
+        """Captured behind all that reads the arrays: make them those of the next step of the same rows."""
+        self._static[: 3 * size].view(3, size).add_(self.arrays(size).advances)
+
+    def advanced(self) -> None:
+        """What `advance` did for the plan sent last has been queued."""
+        # Where the table says it, a row's next place may be in another granule; what does not share, moves slots.
+        self._advanced = self._arena.shares and not self._tabled
+
     def send(self, plan: StepPlan | None, size: int, adapters: NDArray[np.int64] | None = None) -> None:
-        """Queue the upload of a plan of decode rows, padded to `size`; without a plan all of it is padding. What rows
-        share goes along where they do and have no adapters. adapters: of the rows.
+        """Have the arrays be those of a plan of decode rows, padded to `size`; without a plan all of it is padding.
+        What rows share is among them where they do and have no adapters. adapters: of the rows.
 
         The memory operations of the plan must have been submitted. Never waits for the device.
         """
+        there = plan is not None and adapters is None and not self.adapted and self._advanced_to(plan, size)
+        self._sent, self._advanced, self.adapted = (plan, size), False, adapters is not None
+        if not there:
+            self._upload(plan, size, adapters)
+
+    def _advanced_to(self, plan: StepPlan, size: int) -> bool:
+        """Whether the arrays are those of a plan, by what was sent last and has been done since."""
+        last, its_size = self._sent
+        return (
+            self._advanced
+            and last is not None
+            and last.slots is plan.slots
+            and last.prefixes is plan.prefixes
+            and its_size == size
+            and int(plan.starts[0]) == int(last.starts[0]) + 1
+        )
+
+    def _upload(self, plan: StepPlan | None, size: int, adapters: NDArray[np.int64] | None) -> None:
         buffer = self._host.next()
         length = len(self._padding) * size
-        self.adapted = adapters is not None
         if plan is None:
             self._filled.pop(buffer, None)
             buffer.array[:length].reshape(-1, size)[:] = self._padding
@@ -155,5 +190,5 @@ class DecodeInputs:
         host = buffer.array[: len(self._padding) * size].reshape(-1, size)
         host[:] = self._padding
         base_rows = self._arena.base_rows(slots)
-        host[4:8, : len(slots)] = (slots, base_rows, slots, slots)
+        host[4:9, : len(slots)] = (slots, base_rows, slots, slots, np.ones_like(slots))
         return Filled(host, slots, np.stack((np.zeros_like(slots), np.ones_like(slots), base_rows)))

@@ -47,8 +47,9 @@ def eager_sizes(args: EngineArgs) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The replays of one batch size: forward leaves logits, sampling, by stage of it, takes them. What changes logits
-    goes between. long: forward for steps that are long to the `DecodeWorkspace`, where that is another one."""
+    """The replays of one batch size: forward leaves logits; sampling, by stage of it, takes them, and advances the
+    inputs to the next step. What changes logits goes between. long: forward for steps that are long to the
+    `DecodeWorkspace`, where that is another one."""
 
     forward: Work
     long: Work
@@ -166,6 +167,7 @@ class StepGraphs:
         memory that the next step writes to: to be copied away before that samples."""
         assert self._sampled is not None, "a stage comes from sampling_stage"
         self._graphs[size].sampling[stage]()
+        self.inputs.advanced()
         return self._sampled(len(plan.slots))
 
     def _capture(self, capture: Capture, size: int) -> StepGraph:
@@ -182,9 +184,11 @@ class StepGraphs:
             batch.reserve_works(self._model.spec.windows)
             self._model.decode(batch, out=out)
 
-        samplings: list[Work] = []
-        if sampling is not None:
-            samplings = [partial(sampling.sample, stage, out, arrays) for stage in range(sampling.stages)]
+        def sample(sampling: CapturedSampling, stage: int) -> None:
+            sampling.sample(stage, out, arrays)
+            self.inputs.advance(size)
+
+        samplings = [] if sampling is None else [partial(sample, sampling, stage) for stage in range(sampling.stages)]
         captured = capture(partial(forward, short))
         long = capture(partial(forward, replace(short, long=True))) if differs else captured
         return StepGraph(captured, long, [capture(work) for work in samplings])

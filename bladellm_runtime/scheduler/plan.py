@@ -59,10 +59,11 @@ class StepPlan:
     """One step over rows; row i is a slot and some consecutive query tokens of its sequence.
 
     Row arrays have equal length. Plans of the same decode rows share those that do not change: they are not to be
-    written to. Rows `[:num_decode]` have one query token, which the runner takes
-    from the device (`last_token[slot]`) because the CPU may not know it yet; the others are prefill chunks, whose
-    tokens came with a `SlotLoad`. `starts[i]` is the position of the row's first query token, so its KV length
-    after the step is `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one token.
+    written to, and where two plans have the same `slots`, their starts differ by one number. Rows `[:num_decode]` have
+    one query token, which the runner takes from the device (`last_token[slot]`) because the CPU may not know it yet;
+    the others are prefill chunks, whose tokens came with a `SlotLoad`. `starts[i]` is the position of the row's first
+    query token, so its KV length after the step is `starts[i] + query_lens[i]`. Rows with `samples[i]` produce one
+    token.
 
     `memory` is carried out before the forward pass. `prefixes`: rows that may read what they share once; none with
     prefill chunks in the step. `constrained`: sampling rows, ascending, whose tokens a constraint restricts. A step

@@ -13,6 +13,7 @@ from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.memory import graph_bytes, workspace_bytes
 from bladellm_runtime.engine.step_adapters import SlotAdapters
+from bladellm_runtime.engine.step_graphs import StepGraphs
 from bladellm_runtime.errors import ConfigError, ParameterError
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.request import FinishReason
@@ -95,13 +96,14 @@ def test_captured_steps_serve_any_mix(family, prefills):
 def poison(graphs) -> None:
     """What no plan has written is far outside of everything."""
     if graphs is not None:
-        send = graphs.inputs.send
+        method = "_upload" if isinstance(graphs, StepGraphs) else "send"
+        write = getattr(graphs.inputs, method)
 
         def poisoned(*given):
             graphs.inputs._static.fill_(2**40)
-            return send(*given)
+            return write(*given)
 
-        graphs.inputs.send = poisoned
+        setattr(graphs.inputs, method, poisoned)
 
 
 def count_adapted(runner) -> dict[str, int]:

@@ -46,8 +46,13 @@ def test_tokens_are_those_of_transformers(demo_model, way):
     options = {"max_running_requests": 11, "cuda_graph_batch_sizes": [1, 4, 9], "kv_cache_gib": 0.25, **WAYS[way]}
     with captured_llm(str(demo_model), capture, dtype="float32", device="cpu", **options) as llm:
         params = [greedy_params() for _ in PROMPTS]
-        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+        inputs = llm._engine.core._runner._graphs.inputs
+        with mock.patch.object(inputs, "_upload", wraps=inputs._upload) as upload:
+            found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
         assert 0 < capture.replays < 2 * llm.stats().steps
+        # Steps of the same rows need none, but where places are not consecutive.
+        assert (upload.call_count > capture.replays / 3) == (way in ("paged", "relocating"))
+        assert upload.call_count > 0
     assert_equal(demo_model, PROMPTS, found)
 
 
@@ -231,19 +236,22 @@ def assert_same(model, requests: list[AddRequest], *found: tuple[dict[int, list[
 
 def poison(capture: Again, graphs: StepGraphs) -> None:
     """Before a replay the padding slot holds any token, and the sampled tokens of the last step none; before a forward
-    pass, the logits are NaN and the arrays were far outside of everything until they were sent."""
-    send = graphs.inputs.send
+    pass, the logits are NaN, and the arrays were far outside of everything until they were sent or else advanced."""
+    send, upload = graphs.inputs.send, graphs.inputs._upload
 
     def before() -> None:
         graphs._last_token[-1] = random.randrange(graphs.sampling.logits.shape[1])
         graphs.sampling.tokens.fill_(-7)
 
     def poisoned_send(plan, size, adapters=None) -> None:
-        graphs.inputs._static.fill_(2**40)
         graphs.sampling.logits.fill_(torch.nan)
         send(plan, size, adapters)
 
-    capture.before, graphs.inputs.send = before, poisoned_send
+    def poisoned_upload(plan, size, adapters) -> None:
+        graphs.inputs._static.fill_(2**40)
+        upload(plan, size, adapters)
+
+    capture.before, graphs.inputs.send, graphs.inputs._upload = before, poisoned_send, poisoned_upload
 
 
 def test_captured_and_eager_steps_take_turns(demo_model):
