@@ -3,6 +3,7 @@
 import os
 
 import torch
+from bladellm_kernels.has_triton import use_own_backends
 
 from bladellm_runtime.config import Device, Dtype
 from bladellm_runtime.errors import ConfigError
@@ -27,6 +28,7 @@ def pick_device(name: Device, index: int | None = None, ranks: int = 1) -> torch
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA device and a CUDA build of torch; use --device cpu")
     if on_gpu(name):
+        use_own_backends()  # torch imports Triton when it comes to the device first
         # cuDNN's attention plans anew for every length: on an H200 each decode step of a new length took 45 ms, not 4.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # cuBLAS may add up parts of K rounded to 16 bits: with 64 parts errors are 5 times those of rounding weights.
