@@ -25,6 +25,7 @@ from bladellm_runtime.ranks.messages import (
 )
 from bladellm_runtime.ranks.pulse import Pulses
 from bladellm_runtime.ranks.results import ResultSender
+from bladellm_runtime.scheduler.plan import StepPlan
 
 POLL_SECONDS = 0.002
 """How long to wait for an order before looking whether a step has ended."""
@@ -57,6 +58,8 @@ class Follower:
         self._loading = 0
         """Adapters whose outcome is to be reported."""
         self._steps: deque[tuple[int, Any]] = deque()
+        self._plan: StepPlan | None = None
+        """Of the step launched last."""
         self._unsampled = False
         """Whether the masks of the step launched last are to come: nothing else comes before them."""
         self._starting = ExitStack()
@@ -100,7 +103,8 @@ class Follower:
             case RunStep():
                 if len(self._steps) == self._in_flight:
                     self._collect()
-                self._steps.append((order.step, self._runner.launch(read_step(order))))
+                self._plan = read_step(order, self._plan)
+                self._steps.append((order.step, self._runner.launch(self._plan)))
                 self._unsampled = bool(order.constrained)
             case SampleStep():
                 step, launched = self._steps.pop()

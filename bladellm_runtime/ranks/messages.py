@@ -199,9 +199,10 @@ def step_message(plan: StepPlan) -> RunStep:
     )
 
 
-def read_step(message: RunStep) -> StepPlan:
-    """The plan of `step_message`."""
-    return StepPlan(
+def read_step(message: RunStep, last: StepPlan | None = None) -> StepPlan:
+    """The plan of `step_message`. last: the plan read before it, whose `slots` and `prefixes` it has, not equal ones,
+    where its decode rows go on with it: runners do less for rows that they know."""
+    plan = StepPlan(
         message.step,
         message.loads,
         MemoryPlan(*(_operations(messages) for messages in (message.views, message.moves, message.ahead))),
@@ -213,6 +214,21 @@ def read_step(message: RunStep) -> StepPlan:
         message.num_decode,
         message.prefixes,
         message.constrained,
+    )
+    if last is not None and _goes_on(plan, last):
+        plan.slots = last.slots
+        plan.prefixes = last.prefixes if plan.prefixes == last.prefixes else plan.prefixes
+    return plan
+
+
+def _goes_on(plan: StepPlan, last: StepPlan) -> bool:
+    """Whether a plan has the decode rows of the last one, and nothing else, all as many tokens further."""
+    rows = len(plan.slots)
+    return (
+        0 < rows == plan.num_decode == last.num_decode == len(last.slots)
+        and np.array_equal(plan.slots, last.slots)
+        and np.array_equal(plan.generations, last.generations)
+        and int(np.ptp(plan.starts - last.starts)) == 0
     )
 
 

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,48 @@ def test_a_plan_arrives_as_it_was():
             found.memory.views + found.memory.moves, plan.memory.views + plan.memory.moves, strict=True
         ):
             assert type(mine) is type(own)
+
+
+def decodes(slots: list[int], generations: list[int], starts: list[int], **fields: Any) -> StepPlan:
+    rows = len(slots)
+    given = {"slots": slots, "generations": generations, "starts": starts, "num_decode": rows}
+    return step_plan(random.randrange(99), **{"query_lens": [1] * rows, "samples": [True] * rows} | given | fields)
+
+
+def test_plans_of_the_same_decode_rows_share_what_they_have_in_common():
+    groups = (PrefixGroup((0, 1), 8),)
+    plans = [
+        decodes([4, 1, 3], [0, 7, 2], [10, 20, 5], prefixes=groups),
+        decodes([4, 1, 3], [0, 7, 2], [11, 21, 6], prefixes=groups),
+        decodes([4, 1, 3], [0, 7, 2], [13, 23, 8]),
+    ]
+    found: list[StepPlan] = []
+    for plan in plans:
+        found.append(read_step(step_message(plan), found[-1] if found else None))
+        assert_same(found[-1], plan)
+    assert found[0].slots is found[1].slots is found[2].slots
+    assert found[0].prefixes is found[1].prefixes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        decodes([4, 3, 1], [0, 2, 7], [11, 6, 21]),
+        decodes([4, 1, 3], [0, 8, 2], [11, 21, 6]),
+        decodes([4, 1, 3], [0, 7, 2], [11, 21, 7]),
+        decodes([4, 1, 3], [0, 7, 2], [11, 21, 6], num_decode=2),
+        decodes([4, 1], [0, 7], [11, 21]),
+        decodes([], [], []),
+    ],
+)
+def test_plans_of_other_rows_share_nothing(other):
+    """Other slots, sequences or ways to go on, a chunk among them, fewer or none."""
+    plan = decodes([4, 1, 3], [0, 7, 2], [10, 20, 5])
+    for one, next_one in ((plan, other), (other, plan)):
+        last = read_step(step_message(one))
+        found = read_step(step_message(next_one), last)
+        assert_same(found, next_one)
+        assert found.slots is not last.slots
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
