@@ -4,13 +4,15 @@ The model only has to load; its work is captured and never repeated, so that pla
 are all that is left, one step at a time. Medians: `launch` includes `inputs`; `collect` is reading the result and, on a
 CPU, waiting for the thread that launches; `step` is all of it but `stats` and `encode`, what the server does beside it.
 `--pause_ms` sleeps before every step: beside a GPU a step comes every 4 to 12 ms, and finds less of what it needs in
-the processor's caches.
+the processor's caches. `--spread`, of a granule, has sequences need their next one at different steps, as under load;
+`mean` is of plan, launch and complete together.
 """
 
 import argparse
 import time
 from pathlib import Path
 
+import numpy as np
 from step_timing import finish, start_decoding, watch_steps
 
 from bladellm_runtime.config import EngineArgs
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(DEMO))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--spread", type=int, default=1)
     parser.add_argument("--pause_ms", type=float, default=0.0)
     parser.add_argument("--kv_cache_gib", type=float, default=0.5)
     parser.add_argument("--kv_cache_quant", default="no_quant")
@@ -62,14 +65,16 @@ def main() -> None:
     clocks.watch(engine.core, "step", "step")
     clocks.watch(engine.core, "stats", "stats")
     clocks.watch(transport, "encode", "encode")
-    print(f"| batch | {' | '.join(PARTS)} |\n|{' --- |' * (len(PARTS) + 1)}")
+    print(f"| batch | {' | '.join(PARTS)} | mean |\n|{' --- |' * (len(PARTS) + 2)}")
     for batch in args.batches:
-        start_decoding(engine, batch, 8, args.steps + 50, seed=0)
+        start_decoding(engine, batch, 8, args.steps + 50 + args.spread, seed=0, spread=args.spread)
         clocks.reset()
         for _ in range(args.steps):
             time.sleep(1e-3 * args.pause_ms)
             serve_step(engine.core)
-        print(f"| {batch} | {' | '.join(f'{clocks.microseconds(part):.0f}' for part in PARTS)} |")
+        medians = " | ".join(f"{clocks.microseconds(part):.0f}" for part in PARTS)
+        mean = sum(1e6 * float(np.mean(clocks.seconds[part])) for part in ("plan", "launch", "complete"))
+        print(f"| {batch} | {medians} | {mean:.0f} |")
         finish(engine.core, batch)
     engine.core.close()
 

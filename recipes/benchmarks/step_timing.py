@@ -92,17 +92,26 @@ class Lateness:
 
 
 def start_decoding(
-    engine: Engine, batch: int, prompt_len: int, tokens: int, seed: int, shared: int = 0, **sampling: Any
+    engine: Engine,
+    batch: int,
+    prompt_len: int,
+    tokens: int,
+    seed: int,
+    shared: int = 0,
+    spread: int = 1,
+    **sampling: Any,
 ) -> None:
     """Add `batch` requests of random prompts that never end early, and step until all of them decode.
 
-    shared: tokens before those of each prompt that are the same in all of them.
+    shared: tokens before those of each prompt that are the same in all of them. spread: different lengths of these
+    prompts, from prompt_len on, evenly.
     """
     rng = np.random.default_rng(seed)
     params = SamplingParams(**({"temperature": 0.0} | sampling), max_tokens=tokens, ignore_eos=True, seed=seed)
     system = rng.integers(0, engine.ready.vocab_size, shared).tolist()
     for index in range(batch):
-        prompt = system + rng.integers(0, engine.ready.vocab_size, prompt_len).tolist()
+        length = prompt_len + index * spread // batch
+        prompt = system + rng.integers(0, engine.ready.vocab_size, length).tolist()
         engine.core.add(AddRequest(index, prompt, params, 0, time.monotonic()))
     first: set[int] = set()
     while len(first) < batch:
