@@ -183,6 +183,11 @@ class KvAccounting:
         if half_full and room <= self.spec.max_tokens and self._sticky and self.pool.free + self.cache.idle:
             self.granules.extend_ahead(slot)
 
+    def holds_ahead(self, number: int) -> bool:
+        """Whether a live slot holds more than it needs."""
+        slot = self._live(number)
+        return slot.granules > slot.needed
+
     def remember(self, number: int, tokens: Sequence[int], written: int) -> None:
         """Put the full units among a live slot's first `written` tokens into the prompt cache. The next plan's step, or
         an earlier one, writes them."""

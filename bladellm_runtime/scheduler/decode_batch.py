@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 from bladellm_runtime.scheduler.plan import Ints, StepPlan
 from bladellm_runtime.scheduler.sequence import Pace, Sequence, by_arrival
 
+AHEAD_TURNS = 8
+"""Into so many turns half a granule is divided, and memory is asked for ahead, and taken, at the first step of a turn:
+a step with such a wish costs the arena about as much as one with several."""
+
 
 class DecodeRows(NamedTuple):
     """The rows of a batch, read-only: steps of the same rows have the same arrays. offsets: what the tokens of the pace
@@ -26,12 +30,15 @@ class DecodeBatch:
     one, in steps in which they are *due*, are those that
 
     - begin to decode, or were left out of the last step for want of memory;
-    - need memory for their token, or had better have it mapped ahead;
+    - need memory for their token; have some mapped ahead that they will need within a turn; or had better have some
+      mapped ahead, as all do from half of their last granule on;
     - have their last token planned.
     """
 
     def __init__(self, granule_tokens: int, num_slots: int) -> None:
         self._half_granule = granule_tokens // 2
+        self._turn = max(self._half_granule // AHEAD_TURNS, 1)
+        """Steps of a turn."""
         self._pace = Pace()
         self._columns = np.empty((4, num_slots), dtype=np.int64)
         """Of each member, in arrival order: its order, slot, generation and offset."""
@@ -72,8 +79,16 @@ class DecodeBatch:
             return []
         return sorted([*self._apart.values(), *(due or {}).values()], key=by_arrival)
 
-    def ahead_at(self, seq: Sequence) -> int:
-        """Planned tokens of a sequence at which its next granule is to be mapped."""
+    def thinks_ahead(self, seq: Sequence) -> bool:
+        """Whether a sequence that is due had better have its next granule mapped."""
+        return seq.planned + 1 >= self._ahead_at(seq)
+
+    def ends_soon(self, seq: Sequence) -> bool:
+        """Whether a sequence that is due needs more memory within a turn."""
+        return seq.reserved - seq.planned <= self._turn
+
+    def _ahead_at(self, seq: Sequence) -> int:
+        """Planned tokens of a sequence from which on it had."""
         return seq.reserved - self._half_granule
 
     def leave_out(self, seq: Sequence) -> None:
@@ -124,9 +139,15 @@ class DecodeBatch:
 
     def _remind(self, seq: Sequence) -> None:
         """Note when a member is due."""
-        planned = seq.planned
-        events = (seq.reserved, self.ahead_at(seq) - 1, seq.kv_end - 1)
-        tokens = self._pace.tokens + min([position - planned for position in events if position >= planned])
+        planned, now = seq.planned, self._pace.tokens
+        end, last, ahead = seq.reserved - planned, seq.kv_end - 1 - planned, self._ahead_at(seq) - 1 - planned
+        # With others: taken in the turn before it is needed, asked for in the one in which it had better be.
+        early = now + end - (now + end) % self._turn
+        tokens = early if early > now else now + end
+        if ahead >= 0:
+            tokens = min(tokens, now + ahead + -(now + ahead) % self._turn)
+        if last >= 0:
+            tokens = min(tokens, now + last)
         self._due.setdefault(tokens, {})[seq.order] = seq
         self._due_at[seq.order] = tokens
 

@@ -228,7 +228,9 @@ class Planner:
         for seq in late:
             batch.leave_out(seq)
         for seq in found:
-            if seq.planned + 1 == batch.ahead_at(seq):
+            if batch.ends_soon(seq):
+                slots.take_ahead(seq)
+            if batch.thinks_ahead(seq):
                 slots.map_ahead(seq, seq.planned + 1)
         plan = batch.advance(step, found)
         for seq in found:

@@ -130,6 +130,12 @@ class SlotTable:
         if seq.kv_end > seq.reserved:
             self._memory.map_ahead(seq.slot, tokens)
 
+    def take_ahead(self, seq: Sequence) -> None:
+        """Have the sequence hold the granule that was mapped ahead for it, if that is in view."""
+        tokens = seq.reserved + 1
+        if self._memory.holds_ahead(seq.slot) and self._memory.is_shown(seq.slot, tokens):
+            self.grow(seq, tokens)
+
     def remember(self, seq: Sequence) -> None:
         """Let others share what the sequence's planned chunks write."""
         self._memory.remember(seq.slot, seq.tokens, seq.planned)

@@ -1,6 +1,7 @@
 """What goes into a step: order, budget, chunks, lengths."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -141,15 +142,16 @@ def test_stats_count_what_happened():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_decode_rows_find_their_memory_mapped_by_earlier_plans(depth):
+@pytest.mark.parametrize("granule", [8, 48])
+def test_decode_rows_find_their_memory_mapped_by_earlier_plans(depth, granule):
     """Whatever prompts and answers come, as long as there is memory, be it full of cached prompts."""
     rng = random.Random()
-    sim = simulation(depth, granule_tokens=8, num_granules=100, max_model_len=80)
+    sim = simulation(depth, granule_tokens=granule, num_granules=100, max_model_len=10 * granule)
     grown = 0
     for _ in range(60):
-        prompt = [rng.randrange(2, 60) for _ in range(rng.randint(1, 40))]
-        sim.add(prompt, max_tokens=rng.randint(1, 40), ignore_eos=True)
-        for _ in range(rng.randint(0, 20)):
+        prompt = [rng.randrange(2, 60) for _ in range(rng.randint(1, 5 * granule))]
+        sim.add(prompt, max_tokens=rng.randint(1, 5 * granule), ignore_eos=True)
+        for _ in range(rng.randint(0, 20 * granule // 8)):
             plan = sim.launch()
             if plan is not None:
                 decoding = set(plan.slots[: plan.num_decode])
@@ -160,6 +162,46 @@ def test_decode_rows_find_their_memory_mapped_by_earlier_plans(depth):
     assert grown > 20
     assert sim.memory.pool.free < 20
     sim.finish()
+
+
+def test_sequences_that_need_memory_at_different_steps_ask_for_it_together():
+    """Eight of them, in granules of 64: every fourth step at most has anything to do with memory."""
+    sim = simulation(2, granule_tokens=64, max_batch_tokens=400, prefill_chunk_tokens=400, max_model_len=500)
+    for index in range(8):
+        endless(sim, 17 + 8 * index, 400)
+    busy, used = [], []
+    while sim.live:
+        plan = sim.launch()
+        if plan is not None and plan.num_decode == 8:
+            busy.append(bool(plan.memory))
+            used.append(sim.memory.used)
+        if plan is None or len(sim.device.in_flight) == 2:
+            sim.complete()
+    changes = [before != after for before, after in pairwise(used)]
+    assert len(busy) > 300
+    assert 20 < sum(busy) <= len(busy) / 4 + 1
+    assert 20 < sum(changes) <= len(changes) / 4 + 1
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_tight_memory_of_long_granules(background):
+    """Sequences give way while others have been given memory before they need it, which may be late."""
+    rng = random.Random()
+    for _ in range(2):
+        limits = limits_of(max_model_len=480)
+        sim = Simulation(limits, spec_of(48, 24, 8, 480), 2, background=background, seed=rng.randrange(999))
+        for _ in range(8):
+            endless(sim, rng.randint(1, 90), rng.randint(300, 390))  # three fill the memory
+        for _ in range(12):
+            prompt = [rng.randrange(2, 60) for _ in range(rng.randint(1, 200))]
+            sim.add(prompt, max_tokens=rng.randint(1, 250), ignore_eos=True)
+            for _ in range(rng.randint(0, 100)):
+                sim.step()
+            if rng.random() < 0.2 and sim.live[8:]:
+                sim.abort([rng.choice(sim.live[8:])])
+        sim.finish()
+        assert sim.scheduler.stats(0.0).preemptions > 0
+        assert (sim.memory.used, sim.memory.granules.ahead) == (0, 0)
 
 
 def test_nothing_is_mapped_ahead_for_who_ends_before():
