@@ -141,8 +141,7 @@ def test_stats_count_what_happened():
     assert stats.step_seconds == 4.0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("granule", [8, 48])
+@pytest.mark.parametrize(("depth", "granule"), [(1, 8), (2, 8), (2, 48)])
 def test_decode_rows_find_their_memory_mapped_by_earlier_plans(depth, granule):
     """Whatever prompts and answers come, as long as there is memory, be it full of cached prompts."""
     rng = random.Random()
@@ -187,21 +186,20 @@ def test_sequences_that_need_memory_at_different_steps_ask_for_it_together():
 def test_tight_memory_of_long_granules(background):
     """Sequences give way while others have been given memory before they need it, which may be late."""
     rng = random.Random()
-    for _ in range(2):
-        limits = limits_of(max_model_len=480)
-        sim = Simulation(limits, spec_of(48, 24, 8, 480), 2, background=background, seed=rng.randrange(999))
-        for _ in range(8):
-            endless(sim, rng.randint(1, 90), rng.randint(300, 390))  # three fill the memory
-        for _ in range(12):
-            prompt = [rng.randrange(2, 60) for _ in range(rng.randint(1, 200))]
-            sim.add(prompt, max_tokens=rng.randint(1, 250), ignore_eos=True)
-            for _ in range(rng.randint(0, 100)):
-                sim.step()
-            if rng.random() < 0.2 and sim.live[8:]:
-                sim.abort([rng.choice(sim.live[8:])])
-        sim.finish()
-        assert sim.scheduler.stats(0.0).preemptions > 0
-        assert (sim.memory.used, sim.memory.granules.ahead) == (0, 0)
+    limits = limits_of(max_model_len=480)
+    sim = Simulation(limits, spec_of(48, 24, 8, 480), 2, background=background, seed=rng.randrange(999))
+    for _ in range(8):
+        endless(sim, rng.randint(1, 90), rng.randint(300, 390))  # three fill the memory
+    for _ in range(12):
+        prompt = [rng.randrange(2, 60) for _ in range(rng.randint(1, 200))]
+        sim.add(prompt, max_tokens=rng.randint(1, 250), ignore_eos=True)
+        for _ in range(rng.randint(0, 100)):
+            sim.step()
+        if rng.random() < 0.2 and sim.live[8:]:
+            sim.abort([rng.choice(sim.live[8:])])
+    sim.finish()
+    assert sim.scheduler.stats(0.0).preemptions > 0
+    assert (sim.memory.used, sim.memory.granules.ahead) == (0, 0)
 
 
 def test_nothing_is_mapped_ahead_for_who_ends_before():
