@@ -74,8 +74,6 @@ class DecodeInputs:
         self._filled: dict[HostBuffer, Filled] = {}
         self._packed = np.empty(0, dtype=np.int64)
         self._packed_for: tuple[tuple[PrefixGroup, ...], int] = ((), 0)
-        self.slots = np.empty(0, dtype=np.int64)
-        """Of the plan sent last."""
         self._sent: tuple[StepPlan | None, int] = (None, 0)
         """The plan sent last and its size; None where it was padding."""
         self._advanced = False
@@ -83,6 +81,13 @@ class DecodeInputs:
         self._beside = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self.adapted = False
         """Whether rows of it have adapters."""
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Of the plan sent last."""
+        plan, _ = self._sent
+        assert plan is not None, "padding has no slots"
+        return plan.slots
 
     def arrays(self, size: int) -> DecodeArrays:
         """The arrays of steps that are padded to `size` rows: always the same memory."""
@@ -121,8 +126,9 @@ class DecodeInputs:
 
     def advanced(self) -> None:
         """What `advance` did for the plan sent last has been queued."""
-        # Where the table says it, a row's next place may be in another granule; what does not share, moves slots.
-        self._advanced = self._arena.shares and not self._tabled
+        # Where the table says it, a row's next place may be in another granule; what does not share, moves slots. Rows
+        # without adapters do not follow those that had some.
+        self._advanced = self._arena.shares and not self._tabled and not self.adapted
 
     def send(self, plan: StepPlan | None, size: int, adapters: NDArray[np.int64] | None = None) -> None:
         """Have the arrays be those of a plan of decode rows, padded to `size`; without a plan all of it is padding.
@@ -130,7 +136,7 @@ class DecodeInputs:
 
         The memory operations of the plan must have been submitted. Never waits for the device.
         """
-        there = plan is not None and adapters is None and not self.adapted and self._advanced_to(plan, size)
+        there = plan is not None and adapters is None and self._advanced_to(plan, size)
         self._sent, self._advanced, self.adapted = (plan, size), False, adapters is not None
         if not there:
             self._upload(plan, size, adapters)
@@ -173,7 +179,7 @@ class DecodeInputs:
 
     def _fill(self, buffer: HostBuffer, plan: StepPlan, size: int) -> Filled:
         """Of rows that the buffer has already only what is new in every step."""
-        self.slots, starts = plan.slots, plan.starts
+        starts = plan.starts
         filled = self._filled.get(buffer)
         # Arenas that do not share granules move slots.
         if filled is None or filled.slots is not plan.slots or filled.rows.shape[1] != size or not self._arena.shares:

@@ -172,7 +172,7 @@ class StepGraphs:
 
     def _capture(self, capture: Capture, size: int) -> StepGraph:
         self.inputs.send(None, size)
-        arrays, out, sampling = self.inputs.arrays(size), self._out[:size], self.sampling
+        out, stages = self._out[:size], 0 if self.sampling is None else self.sampling.stages
         workspace = self._workspace
         beside = workspace is not None and self._model.fuses(size) and self._model.shares_sms(size)
         short = DecodeSetting(beside, late=beside and self._model.fills_sms)
@@ -184,14 +184,15 @@ class StepGraphs:
             batch.reserve_works(self._model.spec.windows)
             self._model.decode(batch, out=out)
 
-        def sample(sampling: CapturedSampling, stage: int) -> None:
-            sampling.sample(stage, out, arrays)
-            self.inputs.advance(size)
-
-        samplings = [] if sampling is None else [partial(sample, sampling, stage) for stage in range(sampling.stages)]
         captured = capture(partial(forward, short))
         long = capture(partial(forward, replace(short, long=True))) if differs else captured
-        return StepGraph(captured, long, [capture(work) for work in samplings])
+        samplings = [capture(partial(self._sample_and_advance, stage, size)) for stage in range(stages)]
+        return StepGraph(captured, long, samplings)
+
+    def _sample_and_advance(self, stage: int, size: int) -> None:
+        assert self.sampling is not None, "who does not sample has no stages"
+        self.sampling.sample(stage, self._out[:size], self.inputs.arrays(size))
+        self.inputs.advance(size)
 
     def _batch(self, size: int, adapted: bool = False) -> ForwardBatch:
         batch = self.inputs.batch(size, self._last_token, adapted)
