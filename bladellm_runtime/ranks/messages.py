@@ -217,7 +217,8 @@ def read_step(message: RunStep, last: StepPlan | None = None) -> StepPlan:
     )
     if last is not None and _goes_on(plan, last):
         plan.slots = last.slots
-        plan.prefixes = last.prefixes if plan.prefixes == last.prefixes else plan.prefixes
+        if plan.prefixes == last.prefixes:
+            plan.prefixes = last.prefixes
     return plan
 
 

@@ -83,8 +83,8 @@ class DecodeBatch:
         """Whether a sequence that is due had better have its next granule mapped."""
         return seq.planned + 1 >= self._ahead_at(seq)
 
-    def ends_soon(self, seq: Sequence) -> bool:
-        """Whether a sequence that is due needs more memory within a turn."""
+    def needs_soon(self, seq: Sequence) -> bool:
+        """Whether a sequence that is due will need more memory within a turn."""
         return seq.reserved - seq.planned <= self._turn
 
     def _ahead_at(self, seq: Sequence) -> int:
@@ -139,15 +139,16 @@ class DecodeBatch:
 
     def _remind(self, seq: Sequence) -> None:
         """Note when a member is due."""
-        planned, now = seq.planned, self._pace.tokens
-        end, last, ahead = seq.reserved - planned, seq.kv_end - 1 - planned, self._ahead_at(seq) - 1 - planned
-        # With others: taken in the turn before it is needed, asked for in the one in which it had better be.
-        early = now + end - (now + end) % self._turn
-        tokens = early if early > now else now + end
-        if ahead >= 0:
-            tokens = min(tokens, now + ahead + -(now + ahead) % self._turn)
-        if last >= 0:
-            tokens = min(tokens, now + last)
+        now = self._pace.tokens
+        further = now - seq.planned  # from tokens of the sequence to tokens of the pace
+        needed, ahead, last = further + seq.reserved, further + self._ahead_at(seq) - 1, further + seq.kv_end - 1
+        taken, asked = needed // self._turn * self._turn, -(-ahead // self._turn) * self._turn
+        times = [taken if taken > now else needed]
+        if ahead >= now:
+            times.append(asked)
+        if last >= now:
+            times.append(last)
+        tokens = min(times)
         self._due.setdefault(tokens, {})[seq.order] = seq
         self._due_at[seq.order] = tokens
 

@@ -228,7 +228,7 @@ class Planner:
         for seq in late:
             batch.leave_out(seq)
         for seq in found:
-            if batch.ends_soon(seq):
+            if batch.needs_soon(seq):
                 slots.take_ahead(seq)
             if batch.thinks_ahead(seq):
                 slots.map_ahead(seq, seq.planned + 1)

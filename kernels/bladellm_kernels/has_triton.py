@@ -1,4 +1,5 @@
-"""Whether the Triton kernels can be used; apart from them, since not every host has triton and importing it is slow."""
+"""Whether the Triton kernels can be used, and how Triton is imported; apart from them, since not every host has it and
+importing it is slow."""
 
 import os
 from functools import cache

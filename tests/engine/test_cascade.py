@@ -24,7 +24,7 @@ from tests.engine import reference
 from tests.engine.captured import Again
 from tests.engine.cascade_support import BothReads
 from tests.engine.test_equality import token_bytes
-from tests.engine.test_step_graphs import FAMILIES, FORMATS, assert_same, drive, poison
+from tests.engine.test_step_graphs import FAMILIES, FORMATS, SPARED, assert_same, drive, poison
 from tests.engine.ties import assert_alike
 from tests.models.harness import save_tiny
 from tests.support.cases import drawn_of, some_pairs
@@ -49,7 +49,7 @@ def random_requests(
     count: int, vocab: int, lengths: tuple[int, ...], longest: int = 70, alike: int = 0
 ) -> list[AddRequest]:
     """Prompts that begin with one of some system prompts, or with an earlier one, under two salts; the first `alike`
-    begin with the same one under the same salt, and ask for much. So do the last four, which nothing aborts."""
+    begin with the same one under the same salt, and ask for much. So do those that nothing aborts."""
     systems = [[random.randrange(vocab) for _ in range(length)] for length in lengths]
     systems.append(systems[-1] + [random.randrange(vocab) for _ in range(20)])
     requests = []
@@ -57,7 +57,7 @@ def random_requests(
         system, tokens, salt = random.choice(systems), random.choice((5, 12, longest)), random.choice(["", "", "salt"])
         if index < alike:
             system, tokens, salt = systems[-1], longest, ""
-        tokens = longest if index >= count - 4 else tokens
+        tokens = longest if index >= count - SPARED else tokens
         prompt = system + [random.randrange(vocab) for _ in range(random.randrange(1, 20))]
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         requests.append(AddRequest(index, prompt, params, 0, time.monotonic(), salt))

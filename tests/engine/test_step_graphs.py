@@ -142,11 +142,15 @@ class KernelState(SamplingState):
         self.use_kernels()
 
 
+SPARED = 4
+"""Requests, the last ones, that `drive` never aborts: of those that ask for much, so that somebody has to give way."""
+
+
 def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddRequest]:
     """Greedy ones, and ones that the captured sampling does not cover; beginnings are shared.
 
     The last six share nothing and ask for much, any two of them for more than the 170 tokens there are: beside each
-    other some have to give way, also where chance aborts all but the last four.
+    other some have to give way, also where chance aborts all that it may.
     """
     shared = [rng.randrange(vocab) for _ in range(40)]
     ways = [{"temperature": 0.0}] * 4 + [
@@ -167,7 +171,7 @@ def random_requests(rng: random.Random, count: int, vocab: int) -> list[AddReque
 
 
 def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tuple[dict[int, list[int]], set[int]]:
-    """Tokens by request, and which were aborted, the last four never: arrivals and aborts come as chance has it."""
+    """Tokens by request, and which were aborted: arrivals and aborts come as chance has it."""
     core, waiting, aborted = engine.core, list(requests), set()
     tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
     while waiting or not core.idle:
@@ -176,7 +180,7 @@ def drive(engine: Engine, requests: list[AddRequest], rng: random.Random) -> tup
             deltas += core.add(waiting.pop(0))
         if rng.random() < 0.05:
             arrived = len(requests) - len(waiting)
-            aborted.add(victim := rng.randrange(min(arrived + 1, len(requests) - 4)))
+            aborted.add(victim := rng.randrange(min(arrived + 1, len(requests) - SPARED)))
             deltas += core.abort([victim])
         for delta in one_by_one(deltas + core.step()):
             tokens[delta.request_id] += delta.tokens

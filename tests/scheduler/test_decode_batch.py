@@ -45,7 +45,7 @@ def test_rows_are_those_of_sequences_that_are_looked_at_one_by_one(granule, turn
             assert batch.thinks_ahead(seq) == (planned[seq.order] + 1 >= seq.reserved - granule // 2)
             if seq in left_out:
                 batch.leave_out(seq)
-            elif seq.planned == seq.reserved or (batch.ends_soon(seq) and random.random() < 0.8):
+            elif seq.planned == seq.reserved or (batch.needs_soon(seq) and random.random() < 0.8):
                 seq.reserved += granule
             half_full[seq.order] = seq.reserved if batch.thinks_ahead(seq) else None
         plan = batch.advance(step, [seq for seq in due if seq not in left_out])
