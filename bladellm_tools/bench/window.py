@@ -102,25 +102,31 @@ def peak_in_flight(table: RequestColumns, window: Window) -> int:
 
 def in_flight_over_time(table: RequestColumns, edges: Floats) -> Floats:
     """Mean number of requests sent and not yet ended between each two neighbouring edges; for charts."""
-    means = [time_in_flight(table.sent, table.left, a, b) / (b - a) for a, b in pairwise(edges.tolist())]
+    return in_time(table.sent, table.left, edges)
+
+
+def in_time(entered: Floats, left: Floats, edges: Floats) -> Floats:
+    """Mean number of requests between each two neighbouring edges that entered and left at the given times."""
+    means = [time_in_flight(entered, left, a, b) / (b - a) for a, b in pairwise(edges.tolist())]
     return np.array(means, dtype=np.float64)
 
 
 def piles_up(table: RequestColumns, window: Window) -> bool:
     """Whether requests due and not yet answered keep growing over the window: the server is over-saturated.
 
-    They are counted from the intended time, so that a limit on requests in flight cannot hide the queue. The slope of
-    12 means must, less its t margin, amount to at least 20 % of their mean and to two requests over their span. The
-    span begins two early answer times into the run, by when a server that keeps up has filled, or half-way if sooner.
+    They are counted from the intended time, so that a limit on requests in flight cannot hide the queue; those that
+    would be there in any case, were each answered as fast as the early ones, do not count, for more of them come at
+    times. The slope of 12 means of the others must, less its t margin, amount to at least 20 % of all requests' mean
+    and to two requests over their span. The span begins two early answer times into the run, by when a server that
+    keeps up has filled, or half-way if sooner.
     """
     if window.length <= 0 or not table.ok.any():
         return False
-    early = (table.ended - table.intended)[table.ok][:EARLY_ANSWERS]
-    filled = table.intended[0] + 2 * float(np.median(early))
+    early = float(np.median((table.ended - table.intended)[table.ok][:EARLY_ANSWERS]))
+    filled = table.intended[0] + 2 * early
     start = min(max(window.start, filled), (window.start + window.end) / 2)
     edges = np.linspace(start, window.end, BATCHES + 1)
-    due = np.array([time_in_flight(table.intended, table.left, a, b) for a, b in pairwise(edges.tolist())])
-    means = due / float(edges[1] - edges[0])
-    line = trend((edges[:-1] + edges[1:]) / 2, means)
+    due = in_time(table.intended, table.left, edges)
+    line = trend((edges[:-1] + edges[1:]) / 2, due - in_time(table.intended, table.intended + early, edges))
     growth = line.least * (window.end - start) if line else 0.0
-    return bool(growth >= max(LEAST_GROWTH * float(means.mean()), LEAST_PILED_UP))
+    return bool(growth >= max(LEAST_GROWTH * float(due.mean()), LEAST_PILED_UP))

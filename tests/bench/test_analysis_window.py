@@ -1,6 +1,6 @@
 """The steady window and over-saturation, on runs made to have or lack them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -96,6 +96,25 @@ def test_a_stable_queue_does_not_pile_up(rho: float, law: str) -> None:
 @pytest.mark.parametrize(("rho", "law"), [(1.3, "exponential"), (1.2, "constant")])
 def test_an_overloaded_queue_piles_up(rho: float, law: str) -> None:
     assert share_piling(rho, law) >= 0.9
+
+
+def share_piling_unqueued(rates: Sequence[float], runs: int = 30) -> float:
+    """How often it is said of a server that answers each request in about a second, however many there are. rates: of
+    arrivals, one for each 5 s."""
+    found = []
+    for seed in range(runs):
+        rng = np.random.default_rng(seed)
+        due = np.concatenate([5.0 * i + np.sort(rng.uniform(0, 5, rng.poisson(5 * x))) for i, x in enumerate(rates)])
+        took = rng.lognormal(0.0, 0.15, len(due))
+        records = [answered(float(at), ttft=float(long), gaps=[]) for at, long in zip(due, took, strict=True)]
+        table = columns(records)
+        found.append(piles_up(table, Window(3.0, float(due[-1]), True)))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("rates", [[16.0] * 4, [12.0, 14.0, 16.0, 18.0, 20.0], [10.0, 10.0, 10.0, 30.0]])
+def test_more_arrivals_alone_are_no_queue(rates: list[float]) -> None:
+    assert share_piling_unqueued(rates) <= 0.05
 
 
 def test_a_cap_on_requests_in_flight_does_not_hide_the_queue() -> None:
