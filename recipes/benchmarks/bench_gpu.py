@@ -69,7 +69,8 @@ def run_engine(job: Job, args: argparse.Namespace) -> list[Row]:
 def run_start(job: Job, args: argparse.Namespace) -> list[Row]:
     """Starts of the engine and the server with weights in files, which are removed again."""
     file, folder = args.out / f"{job.name}.json", args.models / f"{job.shape}-start"
-    write_shape(args.models, job.shape, args.tokenizer_dir).rename(folder)
+    # A server that is given weights refuses a tokenizer of more tokens than they have.
+    write_shape(args.models, job.shape).rename(folder)
     try:
         words = ["start_up.py", str(folder), "--device", args.device, "--starts", "first", *STARTS, "--json", str(file)]
         call([*words, "--options", *args.start_options.split()])
@@ -164,7 +165,7 @@ def arguments() -> argparse.Namespace:
         help='JSON of other figures of it, {"SHAPE": {"decode step, batch 1": 4.98}}',
     )
     parser.add_argument("--models", type=Path, help="where model folders go; default: a temporary folder")
-    parser.add_argument("--tokenizer_dir", type=Path, default=TOKENIZER, help="any folder with a tokenizer")
+    parser.add_argument("--tokenizer_dir", type=Path, default=TOKENIZER, help="any folder with a tokenizer, for all parts but start")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--engine_flags", default="", help="more flags of one_engine.py, as one text")
     parser.add_argument("--start_options", default="max_model_len=8192", help="name=value engine options of the starts")
