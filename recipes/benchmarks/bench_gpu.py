@@ -165,7 +165,9 @@ def arguments() -> argparse.Namespace:
         help='JSON of other figures of it, {"SHAPE": {"decode step, batch 1": 4.98}}',
     )
     parser.add_argument("--models", type=Path, help="where model folders go; default: a temporary folder")
-    parser.add_argument("--tokenizer_dir", type=Path, default=TOKENIZER, help="any folder with a tokenizer, for all parts but start")
+    parser.add_argument(
+        "--tokenizer_dir", type=Path, default=TOKENIZER, help="any folder with a tokenizer, for all parts but start"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--engine_flags", default="", help="more flags of one_engine.py, as one text")
     parser.add_argument("--start_options", default="max_model_len=8192", help="name=value engine options of the starts")
