@@ -16,7 +16,8 @@ class CudaBlocks:
     A handle cannot be mapped in part, so converting a block unmaps its home, releases its handles and creates others,
     whose memory is zeroed.
 
-    What takes many calls of the driver is an iterator of short pieces (`Mapper`'s jobs).
+    A block's memory is made handle by handle, and may be touched by one call a group: those calls are what most of it
+    takes. What takes many calls is an iterator of short pieces (`Mapper`'s jobs).
     """
 
     def __init__(self, spec: KvSpec, mappings: CudaMappings, undo: ExitStack) -> None:
@@ -25,18 +26,18 @@ class CudaBlocks:
         self._mappings = mappings
         self._sizes = [spec.granule_tokens * group.token_bytes for group in spec.groups]
         self.handles: list[dict[int, int]] = [{} for _ in self._sizes]
-        """Of each group, by the first granule the handle holds."""
-        self._pieces: list[list[ExitStack]] = [[] for _ in range(spec.num_granules // self._length)]
-        """What undoes each block, handle by handle; empty for absent ones."""
-        self._whole = [block >= spec.split_blocks for block in range(len(self._pieces))]
+        """Of each group, by the first granule the handle holds. Each is mapped at home."""
+        self._whole = [block >= spec.split_blocks for block in range(spec.num_granules // self._length)]
+        """How each block is there, or was last."""
         self.homes = [mappings.reserve(undo, spec.num_granules * size) for size in self._sizes]
         for block, whole in enumerate(self._whole):
-            undo.callback(_close, self._pieces[block])
+            undo.callback(self._close, block)
             run_through(self._build(block, whole))
 
     def is_ready(self, block: int, whole: bool) -> bool:
         """Whether a block is there, and as asked for."""
-        return bool(self._pieces[block]) and (self._whole[block] == whole or self._length == 1)
+        there = block * self._length in self.handles[0]
+        return there and (self._whole[block] == whole or self._length == 1)
 
     def convert(self, block: int, whole: bool) -> Iterator[bool]:
         """Make a block whole, or split; nothing but its home may show it. It is absent after an error."""
@@ -45,46 +46,55 @@ class CudaBlocks:
 
     def _drop(self, block: int) -> Iterator[bool]:
         """Unmap a block's home and release its handles."""
-        pieces = self._pieces[block]
         with ExitStack() as rest:
-            rest.callback(_close, pieces)
-            while pieces:
-                pieces.pop().close()
+            rest.callback(self._close, block)
+            for group, granule in self._made(block):
+                self._remove(group, granule)
                 yield False
 
     def _build(self, block: int, whole: bool) -> Iterator[bool]:
         """Create an absent block's memory, zeroed, and map it at home."""
-        first, step = block * self._length, self._length if whole else 1
-        pieces = self._pieces[block]
+        first = block * self._length
+        self._whole[block] = whole
         with ExitStack() as failed:
-            failed.callback(_close, pieces)
-            for group, size in enumerate(self._sizes):
-                for granule in range(first, first + self._length, step):
-                    pieces.append(self._piece(group, granule, step * size))
+            failed.callback(self._close, block)
+            homes = [(self._home(group, first), self._length * size) for group, size in enumerate(self._sizes)]
+            for group, home in enumerate(homes):
+                for granule in range(first, first + self._length, self._granules(block)):
+                    self.handles[group][granule] = self._mappings.make(*self._place(group, granule))
                     yield False
-            at_home = zip(self._sizes, self.homes, strict=True)
-            self._mappings.driver.zero([(home + first * size, self._length * size) for size, home in at_home])
+                self._mappings.allow(*home)
+            self._mappings.driver.zero(homes)
             while not self._mappings.driver.zeroed():
                 yield True
             failed.pop_all()
-        self._whole[block] = whole
 
-    def _piece(self, group: int, granule: int, size: int) -> ExitStack:
-        """Create one handle and map it at home; returns what undoes that."""
-        with ExitStack() as undo:
-            handle = self._mappings.create(undo, size)
-            self._mappings.map(undo, self.homes[group] + granule * self._sizes[group], size, handle)
-            self.handles[group][granule] = handle
-            return undo.pop_all()
+    def _close(self, block: int) -> None:
+        """Give back what there is of a block, whatever errors there are on the way."""
+        with ExitStack() as rest:
+            for group, granule in self._made(block):
+                rest.callback(self._remove, group, granule)
+
+    def _remove(self, group: int, granule: int) -> None:
+        self._mappings.drop(*self._place(group, granule), self.handles[group].pop(granule))
+
+    def _made(self, block: int) -> list[tuple[int, int]]:
+        """Groups and first granules of a block's handles."""
+        granules = range(block * self._length, (block + 1) * self._length)
+        return [(group, first) for group, handles in enumerate(self.handles) for first in granules if first in handles]
+
+    def _place(self, group: int, granule: int) -> tuple[int, int]:
+        """Where a handle is at home, and its bytes."""
+        return self._home(group, granule), self._granules(granule // self._length) * self._sizes[group]
+
+    def _home(self, group: int, granule: int) -> int:
+        return self.homes[group] + granule * self._sizes[group]
+
+    def _granules(self, block: int) -> int:
+        """Of a handle."""
+        return self._length if self._whole[block] else 1
 
 
 def run_through(work: Iterator[bool]) -> None:
     """Carry out all of a work at once."""
     deque(work, maxlen=0)
-
-
-def _close(pieces: list[ExitStack]) -> None:
-    """Undo all pieces, the last first, whatever errors there are on the way."""
-    with ExitStack() as undo:
-        while pieces:
-            undo.callback(pieces.pop(0).close)

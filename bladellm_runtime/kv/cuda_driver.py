@@ -41,8 +41,14 @@ class MemoryDriver(Protocol):
     def map(self, address: int, size: int, handle: int) -> None:
         """Show all of a handle, `size` bytes, at reserved addresses where nothing is mapped, to read and write."""
 
+    def place(self, address: int, size: int, handle: int) -> None:
+        """The same, but not to be read or written before `allow`."""
+
+    def allow(self, address: int, size: int) -> None:
+        """Let all be read and written that `place` has put at these addresses, between which none may be empty."""
+
     def unmap(self, address: int, size: int) -> None:
-        """Undo one `map`, all of it."""
+        """Undo one `map` or `place`, all of it."""
 
     def zero(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Begin to fill mapped (address, size) ranges with zeros."""
@@ -95,12 +101,18 @@ class CudaDriver:
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: int) -> None:
-        self._call("cuMemMap", address, size, 0, handle, 0)
+        self.place(address, size, handle)
         try:
-            self._call("cuMemSetAccess", address, size, self._access, 1)
+            self.allow(address, size)
         except (MemoryError, OSError):
-            self._call("cuMemUnmap", address, size)
+            self.unmap(address, size)
             raise
+
+    def place(self, address: int, size: int, handle: int) -> None:
+        self._call("cuMemMap", address, size, 0, handle, 0)
+
+    def allow(self, address: int, size: int) -> None:
+        self._call("cuMemSetAccess", address, size, self._access, 1)
 
     def unmap(self, address: int, size: int) -> None:
         self._call("cuMemUnmap", address, size)

@@ -22,27 +22,50 @@ class CudaMappings:
         undo.callback(self.driver.free, address, size)
         return address
 
-    def create(self, undo: ExitStack, size: int) -> int:
-        """The handle of new memory."""
+    def make(self, address: int, size: int) -> int:
+        """Put new memory at an address, to be touched after `allow`; returns its handle."""
+        handle = self._create(size)
         try:
-            handle = self.driver.create(size)
-        except MemoryError:
-            self._reclaim()
-            handle = self.driver.create(size)
-        undo.callback(self.driver.release, handle)
+            self._timed(self.driver.place, address, size, handle)
+        except BaseException:
+            self.driver.release(handle)
+            raise
         return handle
+
+    def allow(self, address: int, size: int) -> None:
+        """Let what was made at these addresses be touched."""
+        self.driver.allow(address, size)
+
+    def drop(self, address: int, size: int, handle: int) -> None:
+        """Undo one `make`, the rest of it also where a part fails."""
+        try:
+            self.unmap(address, size)
+        finally:
+            self.driver.release(handle)
 
     def map(self, undo: ExitStack, address: int, size: int, handle: int) -> None:
         """Show all of a handle at an address."""
-        start = time.perf_counter()
-        self.driver.map(address, size, handle)
-        self.stats.mapped(time.perf_counter() - start)
+        self._timed(self.driver.map, address, size, handle)
         undo.callback(self.unmap, address, size)
 
     def unmap(self, address: int, size: int) -> None:
         """Undo one `map`."""
         self.driver.unmap(address, size)
         self.stats.unmaps += 1
+
+    def _create(self, size: int) -> int:
+        """The handle of new memory."""
+        try:
+            return self.driver.create(size)
+        except MemoryError:
+            self._reclaim()
+            return self.driver.create(size)
+
+    def _timed(self, call: Callable[[int, int, int], None], address: int, size: int, handle: int) -> None:
+        """Make one mapping."""
+        start = time.perf_counter()
+        call(address, size, handle)
+        self.stats.mapped(time.perf_counter() - start)
 
     def note(self, start: float, kind: str) -> None:
         """Something of a kind has been done since `start`."""

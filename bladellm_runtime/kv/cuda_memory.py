@@ -41,7 +41,8 @@ class CudaMemory:
             self.guards = [self._mappings.reserve(undo, places * size) for size in self._sizes]
             self.slots = [guard + size for guard, size in zip(self.guards, self._sizes, strict=True)]
             for guard, size in zip(self.guards, self._sizes, strict=True):
-                self._mappings.map(undo, guard, size, self._mappings.create(undo, size))
+                undo.callback(self._mappings.drop, guard, size, self._mappings.make(guard, size))
+                self._mappings.allow(guard, size)
             self._blocks = CudaBlocks(spec, self._mappings, undo)
             undo.callback(self._hide_all)
             self._undo = undo.pop_all()

@@ -87,6 +87,15 @@ def test_splitting_and_joining_replace_the_memory(arena, cuda):
     assert all((kv.payload[arena.base_row(3) :][: 4 * tokens] == 0).all() for kv in layers(arena))
 
 
+def test_what_a_block_is_made_of_may_be_touched_by_one_call_a_group(arena, cuda):
+    """Of each call 28,000 would be made of 106 GiB at start, half of whose blocks are split then."""
+    run_plan(arena, [Show(0, 0, [5])])
+    made, shown = GROUPS * len(BLOCK), GROUPS
+    calls = driver_calls(cuda)
+    assert (calls["cuMemCreate"], calls["cuMemMap"]) == (made, made + shown)
+    assert calls["cuMemSetAccess"] == GROUPS + shown
+
+
 def test_granules_of_a_split_block_are_not_split_again(arena, cuda):
     run_plan(arena, [Show(0, 0, [5])])
     driver_calls(cuda)
