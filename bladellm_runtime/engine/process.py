@@ -16,7 +16,7 @@ import msgspec
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import UserError
-from bladellm_runtime.garbage import keep_objects
+from bladellm_runtime.garbage import collect_seldom, keep_objects
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.ranks.group import Home
 from bladellm_runtime.wire.messages import EngineFailed
@@ -116,6 +116,7 @@ class LoopHolder:
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     leave_signals_to_starter()
+    collect_seldom()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     log_to_stderr(launch.args.log_level, "engine")
     holder = LoopHolder()

@@ -13,7 +13,7 @@ import msgspec
 
 from bladellm_runtime.engine.process import end
 from bladellm_runtime.errors import UserError
-from bladellm_runtime.garbage import keep_objects
+from bladellm_runtime.garbage import collect_seldom, keep_objects
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.ranks.channel import ChannelBroken, PlanReceiver, Secret
 from bladellm_runtime.ranks.launch import RankLaunch, flags_of, read_secret
@@ -89,6 +89,7 @@ def connect_ends(launch: RankLaunch, secret: Secret | None) -> tuple[PlanReceive
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     leave_signals_to_starter()
+    collect_seldom()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankLaunch)
     launch.bind()
     level = launch.args.log_level
