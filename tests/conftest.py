@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.wire.contexts import _open
 from tests.support.cases import resting
 
@@ -82,9 +83,9 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage need not walk the tests and modules, which stay: it would take each of them 0.4 s."""
-    gc.collect()
-    gc.freeze()
+    """Collections of garbage need not walk the tests and modules, which stay: it would take each of them 0.4 s. They
+    are as seldom as in a server: a tenth of the time of tests of the engine went into them."""
+    keep_objects()
     gc.enable()
 
 

@@ -45,7 +45,7 @@ class MemoryDriver(Protocol):
         """The same, but not to be read or written before `allow`."""
 
     def allow(self, address: int, size: int) -> None:
-        """Let all be read and written that `place` has put at these addresses, between which none may be empty."""
+        """Let what `place` has put at these addresses be read and written; none of them may be without memory."""
 
     def unmap(self, address: int, size: int) -> None:
         """Undo one `map` or `place`, all of it."""
