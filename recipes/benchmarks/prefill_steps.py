@@ -163,6 +163,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             max_model_len=longest, max_running_requests=max([*args.batches, 1]) + 4, attn_cls=args.attn_cls,
             kv_cache_quant=args.kv_cache_quant, kv_cache_gib=args.kv_cache_gib, disable_prompt_cache=True,
             cuda_graph_prefill_tokens=args.cuda_graph_prefill_tokens,
+            target_tbt_ms=0.0,  # which would cut the prompts beside decodes
         )
     )  # fmt: skip
     phases = {name: round(seconds, 2) for name, seconds in engine.ready.phases}
