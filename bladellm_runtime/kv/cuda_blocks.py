@@ -54,18 +54,18 @@ class CudaBlocks:
 
     def _build(self, block: int, whole: bool) -> Iterator[bool]:
         """Create an absent block's memory, zeroed, and map it at home."""
-        first = block * self._length
+        first, driver = block * self._length, self._mappings.driver
         self._whole[block] = whole
         with ExitStack() as failed:
             failed.callback(self._close, block)
             homes = [(self._home(group, first), self._length * size) for group, size in enumerate(self._sizes)]
             for group, home in enumerate(homes):
                 for granule in range(first, first + self._length, self._granules(block)):
-                    self.handles[group][granule] = self._mappings.make(*self._place(group, granule))
+                    self.handles[group][granule] = self._mappings.make(*self._extent(group, granule))
                     yield False
-                self._mappings.allow(*home)
-            self._mappings.driver.zero(homes)
-            while not self._mappings.driver.zeroed():
+                driver.allow(*home)
+            driver.zero(homes)
+            while not driver.zeroed():
                 yield True
             failed.pop_all()
 
@@ -76,14 +76,14 @@ class CudaBlocks:
                 rest.callback(self._remove, group, granule)
 
     def _remove(self, group: int, granule: int) -> None:
-        self._mappings.drop(*self._place(group, granule), self.handles[group].pop(granule))
+        self._mappings.drop(*self._extent(group, granule), self.handles[group].pop(granule))
 
     def _made(self, block: int) -> list[tuple[int, int]]:
         """Groups and first granules of a block's handles."""
         granules = range(block * self._length, (block + 1) * self._length)
         return [(group, first) for group, handles in enumerate(self.handles) for first in granules if first in handles]
 
-    def _place(self, group: int, granule: int) -> tuple[int, int]:
+    def _extent(self, group: int, granule: int) -> tuple[int, int]:
         """Where a handle is at home, and its bytes."""
         return self._home(group, granule), self._granules(granule // self._length) * self._sizes[group]
 

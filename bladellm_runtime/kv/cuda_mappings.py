@@ -23,7 +23,7 @@ class CudaMappings:
         return address
 
     def make(self, address: int, size: int) -> int:
-        """Put new memory at an address, to be touched after `allow`; returns its handle."""
+        """Put new memory at an address, to be touched after the driver's `allow`; returns its handle."""
         handle = self._create(size)
         try:
             self._timed(self.driver.place, address, size, handle)
@@ -31,10 +31,6 @@ class CudaMappings:
             self.driver.release(handle)
             raise
         return handle
-
-    def allow(self, address: int, size: int) -> None:
-        """Let what was made at these addresses be touched."""
-        self.driver.allow(address, size)
 
     def drop(self, address: int, size: int, handle: int) -> None:
         """Undo one `make`, the rest of it also where a part fails."""

@@ -42,7 +42,7 @@ class CudaMemory:
             self.slots = [guard + size for guard, size in zip(self.guards, self._sizes, strict=True)]
             for guard, size in zip(self.guards, self._sizes, strict=True):
                 undo.callback(self._mappings.drop, guard, size, self._mappings.make(guard, size))
-                self._mappings.allow(guard, size)
+                driver.allow(guard, size)
             self._blocks = CudaBlocks(spec, self._mappings, undo)
             undo.callback(self._hide_all)
             self._undo = undo.pop_all()

@@ -102,10 +102,10 @@ def peak_in_flight(table: RequestColumns, window: Window) -> int:
 
 def in_flight_over_time(table: RequestColumns, edges: Floats) -> Floats:
     """Mean number of requests sent and not yet ended between each two neighbouring edges; for charts."""
-    return in_time(table.sent, table.left, edges)
+    return mean_counts(table.sent, table.left, edges)
 
 
-def in_time(entered: Floats, left: Floats, edges: Floats) -> Floats:
+def mean_counts(entered: Floats, left: Floats, edges: Floats) -> Floats:
     """Mean number of requests between each two neighbouring edges that entered and left at the given times."""
     means = [time_in_flight(entered, left, a, b) / (b - a) for a, b in pairwise(edges.tolist())]
     return np.array(means, dtype=np.float64)
@@ -126,7 +126,7 @@ def piles_up(table: RequestColumns, window: Window) -> bool:
     filled = table.intended[0] + 2 * early
     start = min(max(window.start, filled), (window.start + window.end) / 2)
     edges = np.linspace(start, window.end, BATCHES + 1)
-    due = in_time(table.intended, table.left, edges)
-    line = trend((edges[:-1] + edges[1:]) / 2, due - in_time(table.intended, table.intended + early, edges))
+    due = mean_counts(table.intended, table.left, edges)
+    line = trend((edges[:-1] + edges[1:]) / 2, due - mean_counts(table.intended, table.intended + early, edges))
     growth = line.least * (window.end - start) if line else 0.0
     return bool(growth >= max(LEAST_GROWTH * float(due.mean()), LEAST_PILED_UP))
