@@ -85,12 +85,16 @@ def test_sequences_of_length_zero_are_not_read(device, format_name, lens):
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_the_queries_of_a_sequence_are_as_if_asked_one_after_the_other(device, query_len):
     case = decode_case("int8", torch.float32, (6, 2, 32), [4, 30, 99], device, query_len=query_len)
-    together = check(case, 20)
+    together, bounds = check(case, 20), {"atol": 1e-6, "rtol": 1e-5}
+    if device == "cpu":
+        # Sums of float32 in another order differ by 1.7e-6 at times, values being 3.
+        case, bounds = replace(case, q=case.q.double()), {"atol": 1e-12, "rtol": 1e-12}
+        together = ragged_decode_attention(*case.memory, case.longest, case.scale, 20, query_len)
     for query in range(query_len):
         lens = case.kv_lens - query_len + query + 1
         memory = (case.q[query::query_len], case.kv, case.base_rows, case.slots, lens)
         alone = ragged_decode_attention(*memory, case.longest, case.scale, 20)
-        torch.testing.assert_close(alone, together[query::query_len], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(alone, together[query::query_len], **bounds)
 
 
 @pytest.mark.parametrize("device", DEVICES)
