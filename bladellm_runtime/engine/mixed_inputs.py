@@ -6,6 +6,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from bladellm_kernels.decode_schedule import ALONE
+from bladellm_kernels.decode_work import DecodeWorkspace
+from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.listed_prefill_attention import (
     ListShape,
     fill_list,
@@ -17,6 +20,7 @@ from bladellm_kernels.listed_prefill_attention import (
 from bladellm_kernels.lora_tokens import FIELDS, AdapterTiles, TokenAdapters, fill_tiles, most_tiles
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
+from bladellm_kernels.ragged_decode_attention import runs_beside
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,12 +32,15 @@ from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
 CHUNK_TOKENS, LEAST_CHUNKS = 64, 4
 """Work lists have room for tiles of a chunk for each so many tokens, of `LEAST_CHUNKS` at least."""
 
+DECODED, PADDING = -1, -2
+"""In place of token ids: of decode rows, whose token the device has, and of tokens that are none."""
+
 Ints = NDArray[np.int64]
 Array = TypeVar("Array", Tensor, Ints)
 
 
 class TokenArrays(NamedTuple, Generic[Array]):
-    """[T] each. prompt_ids: -1 for decode rows, 0 in padding. positions: 0 in padding. kv_rows, granule_rows: as in
+    """[T] each. prompt_ids: `DECODED` for decode rows, `PADDING` in padding. positions: 0 in padding. kv_rows, granule_rows: as in
     `ForwardBatch`, -1 in padding, which stores nothing. logit_tokens, and behind the sampling rows' the scored tokens,
     whose targets are at the same places: read by eager operators, as many as the step has."""
 
@@ -71,7 +78,8 @@ class AdapterArrays(NamedTuple, Generic[Array]):
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, a work list a window, and arrays of
-    adapters, of which up to `max_loras` are in a step. Where tokens and rows are even each begins at a multiple of 16
+    adapters, of which up to `max_loras` are in a step. beside: where attention in one pass takes all chunks, decode
+    attention runs beside it. Where tokens and rows are even each begins at a multiple of 16
     bytes, by which Triton compiles kernels apart."""
 
     tokens: int
@@ -79,6 +87,7 @@ class Layout:
     list: ListShape
     windows: tuple[int | None, ...]
     max_loras: int = 0
+    beside: bool = False
 
     @property
     def wants_few(self) -> bool:
@@ -135,9 +144,10 @@ class MixedInputs:
         dtype: torch.dtype,
         in_flight: int = 2,
         max_loras: int = 0,
+        workspace: DecodeWorkspace | None = None,
     ) -> None:
         """sizes: token counts that steps are padded to. windows: of the model's layers. dtype: the model's. in_flight:
-        as in `HostRing`. max_loras: adapters in a step, at most."""
+        as in `HostRing`. max_loras: adapters in a step, at most. workspace: of decode attention, None on a CPU."""
         self._arena = arena
         layer = arena.layer(0)
         self._tabled = layer.table is not None
@@ -147,7 +157,8 @@ class MixedInputs:
             chunks = min(rows, max(LEAST_CHUNKS, size // CHUNK_TOKENS))
             programs, windowed = one_pass_programs(size, layer, dtype), any(window is not None for window in windows)
             shape = list_shape(size, chunks, heads, dtype, programs, windowed)
-            self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)), max_loras)
+            beside = bool(programs) and not windowed and _runs_beside(workspace, layer, heads, dtype, rows)
+            self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)), max_loras, beside)
         most = max(layout.numbers for layout in self._layouts.values())
         self._static = torch.zeros(most, dtype=torch.int64, device=arena.device)
         self._host = HostRing(most, arena.device, in_flight)
@@ -168,7 +179,7 @@ class MixedInputs:
         first, longest = tokens.prompt_ids[: layout.rows], self._arena.spec.max_tokens
         wanted = WantedTokens(rows.wanted, rows.wanted_base_rows, rows.wanted_slots, rows.wanted_kv_lens, longest)
         views_of = [(window, list_views(numbers, layout.list)) for window, numbers in lists.items()]
-        decoded = torch.where(first < 0, last_token.index_select(0, rows.slots), first)
+        decoded = torch.where(first == DECODED, last_token.index_select(0, rows.slots), first)
         return ForwardBatch(
             input_ids=torch.cat([decoded, tokens.prompt_ids[layout.rows :]]),
             positions=tokens.positions,
@@ -185,6 +196,7 @@ class MixedInputs:
             wanted=wanted if layout.wants_few else None,
             prefill_lists={window: views._replace(tiles=None) if one_pass else views for window, views in views_of},
             adapters=self._token_adapters(layout) if adapted else None,
+            beside=one_pass and layout.beside,
         )
 
     def _token_adapters(self, layout: Layout) -> TokenAdapters:
@@ -205,7 +217,9 @@ class MixedInputs:
         tokens, rows, lists = layout.split(host)
         prefills = [] if flat is None else flat.prefills
         chunks = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in prefills]
-        if not all(fill_list(chunks, window, layout.list, target) for window, target in lists.items()):
+        beside = layout.beside and flat is not None and flat.adapters is None
+        decode_tokens = int(flat.decode_kv_lens.sum()) if beside else 0
+        if not all(fill_list(chunks, window, layout.list, target, decode_tokens) for window, target in lists.items()):
             return False
         self._pad(tokens, rows)
         if flat is not None:
@@ -232,11 +246,18 @@ class MixedInputs:
         return tokens.logit_tokens[:first]
 
     def _pad(self, tokens: TokenArrays[Ints], rows: RowArrays[Ints]) -> None:
-        for array, value in zip(tokens, (0, 0, -1, -1, 0, 0), strict=True):
+        for array, value in zip(tokens, (PADDING, 0, -1, -1, 0, 0), strict=True):
             array[:] = value
         rows.slots[:] = self._arena.spec.num_slots
         for array in rows[1:]:
             array[:] = 0
+
+
+def _runs_beside(
+    workspace: DecodeWorkspace | None, layer: KvLayer, heads: Heads, dtype: torch.dtype, rows: int
+) -> bool:
+    like = torch.empty(0, heads.query, heads.dim, dtype=dtype, device=layer.payload.device)
+    return runs_beside(like, layer, None if workspace is None else workspace.reserve(rows, None, 1, ALONE))
 
 
 def _fill_adapters(arrays: AdapterArrays[Ints], adapters: Ints | None) -> None:
@@ -250,7 +271,7 @@ def _fill_adapters(arrays: AdapterArrays[Ints], adapters: Ints | None) -> None:
 
 def _fill(tokens: TokenArrays[Ints], rows: RowArrays[Ints], flat: FlatPlan) -> None:
     decode, end, wanted = flat.num_decode, flat.tokens, len(flat.logit_tokens)
-    tokens.prompt_ids[:decode] = -1
+    tokens.prompt_ids[:decode] = DECODED
     tokens.prompt_ids[decode:end] = flat.prompt_ids
     tokens.positions[:end] = flat.positions
     tokens.kv_rows[:end] = flat.kv_rows

@@ -1,11 +1,12 @@
 """Self-attention over RaggedAttention memory: project, turn, store, attend, project."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from bladellm_kernels.cascade_decode_attention import SharedPrefixes, cascade_decode_attention
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.listed_prefill_attention import listed_prefill_attention
+from bladellm_kernels.listed_prefill_attention import ListViews, listed_prefill_attention
 from bladellm_kernels.prefill_sdpa import empty_queries
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
@@ -130,23 +131,30 @@ class Attention:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
         if not batch.num_decode:
             return self._attend_prefills(q, kv, batch, None)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._attend_decodes(q[: batch.num_decode], kv, batch, out[: batch.num_decode])
-        if batch.prefill_lists is not None:
-            lists = batch.prefill_lists[self.shape.window]
-            listed_prefill_attention(q, kv, lists, self.shape.scale, self.shape.window, out)
-        elif batch.prefills:
-            self._attend_prefills(q, kv, batch, out)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if batch.attended is None else batch.attended
+        lists = None if batch.prefill_lists is None else batch.prefill_lists[self.shape.window]
+        if lists is None:
+            self._attend_decodes(q, kv, batch, out)
+            return self._attend_prefills(q, kv, batch, out) if batch.prefills else out
+        calls = [partial(self._attend_decodes, batch=batch), partial(self._attend_listed, lists=lists)]
+        # Prefill attention takes whole multiprocessors: only what starts behind it runs beside it.
+        for call in reversed(calls) if batch.beside else calls:
+            call(q, kv, out=out)
         return out
 
+    def _attend_listed(self, q: torch.Tensor, kv: KvLayer, lists: ListViews, out: torch.Tensor) -> None:
+        listed_prefill_attention(q, kv, lists, self.shape.scale, self.shape.window, out)
+
     def _attend_decodes(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
+        q, out = q[: batch.num_decode], out[: batch.num_decode]
         rows = (batch.decode_base_rows, batch.decode_slots, batch.decode_kv_lens)
         scale, window, prefixes = self.shape.scale, self.shape.window, self._prefixes(batch)
         if prefixes is not None:
             cascade_decode_attention(q, kv, *rows, scale, prefixes, batch.cascade_work(prefixes), out)
             return
         work = batch.decode_work(window)
-        ragged_decode_attention(q, kv, *rows, batch.max_decode_kv_len, scale, window, work=work, out=out)
+        longest, beside = batch.max_decode_kv_len, batch.beside
+        ragged_decode_attention(q, kv, *rows, longest, scale, window, work=work, out=out, beside=beside)
 
     def _attend_prefills(
         self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor | None

@@ -51,13 +51,16 @@ class ForwardBatch:
     KV length after the write; max_decode_kv_len: an upper bound of those, known to the CPU. logit_tokens: int64 [R],
     indices into T whose logits are wanted, None for all tokens. workspace: where decode attention plans its work, None
     on a CPU. rotation: [D, D], turns queries and keys before they are stored. planned: what prefill attention may ask
-    of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; beside them
-    decode rows may be any token's: what they leave in rows of chunks is overwritten. setting: what is around decode
+    of cuDNN. prefill_lists: by window, the chunks as work lists on the device, in place of `prefills`; decode rows may
+    then be any token's: what they leave in rows of chunks is overwritten. setting: what is around decode
     attention. prefixes: beginnings that decode rows share, read once in layers without a window; cascade: where that is
     planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last layer then attends, and has
     its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the forward pass; None on the
     first stage, which alone reads input_ids. adapters: of the tokens; None where none of them has one. id_slots: int64
-    [T], where input_ids have the newest token of every slot: those of the step's tokens.
+    [T], where input_ids have the newest token of every slot: those of the step's tokens. attended: [T, Hq, D], zeros, in
+    a step with padding: attention's outputs of all layers go there. Padding, of ids below 0, has embeddings of zeros and
+    no outputs: it stays zeros from layer to layer, and products of zeros take less power. beside: the chunks are all
+    attended to in one pass, and decode attention starts beside that; it leaves their rows as they are.
     """
 
     input_ids: torch.Tensor
@@ -83,6 +86,8 @@ class ForwardBatch:
     hidden: torch.Tensor | None = None
     adapters: TokenAdapters | None = None
     id_slots: torch.Tensor | None = None
+    attended: torch.Tensor | None = None
+    beside: bool = False
     _reserved: dict[int | None, DecodeWork] = field(default_factory=dict)
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
     _cascade_work: CascadeWork | None = None

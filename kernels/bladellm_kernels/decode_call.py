@@ -10,7 +10,8 @@ from bladellm_kernels.kv_layer import KvLayer
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """A call of `ragged_decode_attention`, whose arguments have been checked: `out` is there, `work` planned."""
+    """A call of `ragged_decode_attention`, whose arguments have been checked: `out` is there, `work` planned; beside: as
+    there."""
 
     q: torch.Tensor
     kv: KvLayer
@@ -20,3 +21,4 @@ class DecodeCall:
     scale: float
     work: DecodeWork
     out: torch.Tensor
+    beside: bool = False

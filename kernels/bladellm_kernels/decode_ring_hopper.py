@@ -120,10 +120,11 @@ def fetch_blocks(
     SHAPE: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
+    BESIDE: gl.constexpr,
 ) -> None:
     """Fetch a program's blocks, one behind the other through all its sequences, each as soon as there is room.
 
-    Nothing but the newest tokens, which the kernel before this one writes, is waited for.
+    Nothing but the newest tokens, which the kernel before this one writes, is waited for; BESIDE: not they either.
     """
     block, end, sequence, head = work
     first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
@@ -136,7 +137,7 @@ def fetch_blocks(
         for each in range(block + skipped, stop + skipped):
             position = each * SHAPE.block_kv
             if position + SHAPE.block_kv > span.kv_len - SHAPE.query_len:
-                wait_for_inputs(EARLY)
+                wait_for_inputs(EARLY and not BESIDE)
             stage = step % STAGES
             # The first turn waits for the phase before the first one, which has ended.
             mbarrier.wait(ring.empty.index(stage), (step // STAGES + 1) & 1)

@@ -17,7 +17,7 @@ from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.one_pass_gate import one_pass_serves
-from bladellm_kernels.one_pass_list import ENTRY_FIELDS, list_programs
+from bladellm_kernels.one_pass_list import ENTRY_FIELDS, list_programs, programs_beside
 from bladellm_kernels.prefill_costs import KERNEL_CALL, Heads, chunk_cost
 from bladellm_kernels.prefill_routes import one_pass_routes
 from bladellm_kernels.prefill_tiles import (
@@ -99,15 +99,24 @@ def list_shape(
     return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs, heads.dim)
 
 
-def fill_list(spans: Sequence[Span], window: int | None, shape: ListShape, target: NDArray[np.int64]) -> bool:
-    """Write the work of the chunks to `target`, int64 [shape.numbers], on the host. False where there is no room."""
+def fill_list(
+    spans: Sequence[Span], window: int | None, shape: ListShape, target: NDArray[np.int64], decode_tokens: int = 0
+) -> bool:
+    """Write the work of the chunks to `target`, int64 [shape.numbers], on the host. False where there is no room.
+
+    decode_tokens: KV tokens of decode attention that runs beside this where all of it is in one pass.
+    """
     if not shape.programs or window is not None:
         return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
     heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, shape.dim)
-    return any(
-        _write(list_programs(routes.one_pass, heads, shape.programs), routes.stored, window, shape, target)
-        for routes in one_pass_routes(tuple(spans), heads)
-    )
+    for routes in one_pass_routes(tuple(spans), heads):
+        programs = shape.programs
+        if decode_tokens and routes.one_pass and not routes.stored:
+            programs = programs_beside(routes.one_pass, heads, programs, decode_tokens)
+        entries = list_programs(routes.one_pass, heads, programs)
+        if _write(entries, routes.stored, window, shape, target):
+            return True
+    return False
 
 
 def _write(

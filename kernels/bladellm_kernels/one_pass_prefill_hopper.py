@@ -54,13 +54,14 @@ def one_pass_kernel(
 ) -> None:
     """q, out: [T, heads, dim] in tiles of [ROWS / pack, pack, dim]; written: `Written`, of out; kv: `Stored`; entries:
     int64 [programs, FIELDS] of `one_pass_list`. qk_scale holds log2 e."""
-    let_next_start(EARLY)
     entry = entries + gl.program_id(0) * FIELDS
     first, queries, start = _number(entry), _number(entry + 1), _number(entry + 2)
     place, programs = _number(entry + 4), _number(entry + 5)
     work = Work(first, queries, start, place, programs, heads, group, kv.head_stride, kv.kv_stride)
     # Whoever ends says that the kernels before it have ended, too.
     wait_for_inputs(EARLY)
+    # No sooner: decode attention beside this one relies on what the kernels before it wrote.
+    let_next_start(EARLY)
     if queries > 0:
         _attend_to_chunk(q, kv, gl.load(entry + 3), Results(out, written), work, qk_scale, TILE)
 

@@ -34,6 +34,7 @@ def ragged_decode_attention(
     query_len: int = 1,
     work: DecodeWork | None = None,
     out: torch.Tensor | None = None,
+    beside: bool = False,
 ) -> torch.Tensor:
     """Attention of the last `query_len` tokens of each of B sequences, each seeing itself and what is before it.
 
@@ -43,7 +44,9 @@ def ragged_decode_attention(
     then nothing is read and the output is zero. max_kv_len ≥ every kv_len, known to the host. window: the newest tokens
     a query sees, all when None. Reads positions [0, kv_len) of each sequence, or those in the window, no others.
     Softmax in float32. work: on CUDA the plan of the step, from `DecodeWorkspace.plan` with the same kv_lens, window
-    and query_len; made here when None. Never waits for a CUDA device, and can be captured in a CUDA graph.
+    and query_len; made here when None. beside: the call right before this one on the stream was `listed_prefill_attention`
+    in one pass alone, and this one, where `runs_beside`, is to run beside it; outputs of sequences without tokens, which
+    it may have written, are left as they are. Never waits for a CUDA device, and can be captured in a CUDA graph.
     Returns [B · query_len, Hq, D] of q's type, in `out` if given.
     """
     _check(q, kv, base_rows, slots, kv_lens, query_len, out)
@@ -54,19 +57,29 @@ def ragged_decode_attention(
         from bladellm_kernels.ragged_decode_triton import launch
 
         work = _work(q, kv, kv_lens, window, query_len, work)
-        launch(DecodeCall(q, kv, base_rows, slots, kv_lens, scale, work, out))
+        launch(DecodeCall(q, kv, base_rows, slots, kv_lens, scale, work, out, beside))
         return out
     longest = max_kv_len if window is None else min(max_kv_len, window)
     row_elements = kv.payload[0].numel()
     plain = not (kv.format.quantized or kv.paged or query_len > 1 or bool((kv_lens == 0).any()))
     if not plain or q.shape[0] == 1 or longest * row_elements > IN_PLACE_ELEMENTS:
-        _attend_one_by_one(q, kv, base_rows, slots, kv_lens, scale, window, query_len, out)
+        _attend_one_by_one(q, kv, base_rows, slots, kv_lens, scale, window, query_len, out, beside)
         return out
     block = max(1, GATHER_ELEMENTS // (longest * row_elements))
     for first in range(0, q.shape[0], block):
         rows = slice(first, first + block)
         _attend_gathered(q[rows], kv.payload, base_rows[rows], kv_lens[rows], longest, scale, out[rows])
     return out
+
+
+def runs_beside(q: torch.Tensor, kv: KvLayer, work: DecodeWork | None) -> bool:
+    """Whether decode attention of queries like q, [n, Hq, D], may be called with `beside`; work: None on a CPU, where
+    that means the order alone."""
+    if work is None or not (q.is_cuda and has_triton()):
+        return True
+    from bladellm_kernels import ragged_decode_triton
+
+    return ragged_decode_triton.runs_beside(q, kv, work)
 
 
 def _work(
@@ -101,6 +114,7 @@ def _attend_one_by_one(
     window: int | None,
     query_len: int,
     out: torch.Tensor,
+    beside: bool,
 ) -> None:
     """One call a sequence, on a view of its KV where it can be one; reads lengths on the host."""
     kv_heads = kv.kv_heads
@@ -109,7 +123,8 @@ def _attend_one_by_one(
     places = zip(base_rows.tolist(), slots.tolist(), kv_lens.tolist(), strict=True)
     for index, (base, slot, kv_len) in enumerate(places):
         if kv_len == 0:
-            target[index] = 0
+            if not beside:
+                target[index] = 0
             continue
         start = 0 if window is None else max(0, kv_len - query_len + 1 - window)
         k, v = kv_read(kv, base, slot, start, kv_len, q.dtype).permute(1, 2, 0, 3).unsqueeze(1).unbind(0)

@@ -5,6 +5,7 @@ warp takes its own positions of every block, as one batch of the products, with 
 exchange nothing until the end of a segment. Scales are folded into scores and probabilities.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -33,8 +34,10 @@ from bladellm_kernels.decode_states_triton import (
     store_output,
     store_partial,
 )
+from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch, let_next_start, linger, stay_until, wait_for_inputs
 from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
+from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.merge_attention_triton import merge_segments
 
 LOWEST = tl.constexpr(-1e30)
@@ -274,6 +277,12 @@ def _add_values(
     return added, excess
 
 
+def runs_beside(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> bool:
+    """Whether the kernel that merges all segments itself takes such queries."""
+    takes = work.schedule.warp_specialized and not work.schedule.private_rings
+    return takes and ring_decode.joins(work) and ring_decode.takes(q, kv, decode_shape(q, kv, work))
+
+
 def launch(call: DecodeCall) -> None:
     """`ragged_decode_attention` by one kernel and the merge of split sequences."""
     if not launch_segments(call):
@@ -285,10 +294,12 @@ def launch_segments(call: DecodeCall) -> bool:
     their outputs too."""
     work, schedule = call.work, call.work.schedule
     shape = decode_shape(call.q, call.kv, work)
-    if schedule.private_rings and warp_rings.takes(call, shape):
+    if schedule.private_rings and not call.beside and warp_rings.takes(call, shape):
         return warp_rings.launch(call, shape)
-    if schedule.warp_specialized and ring_decode.takes(call, shape):
+    if schedule.warp_specialized and ring_decode.takes(call.q, call.kv, shape):
         return ring_decode.launch(call, shape)
+    if call.beside:
+        raise ValueError("no kernel for these queries runs beside prefill attention: ask `runs_beside` first")
     shape = shape.of_one_head()
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)

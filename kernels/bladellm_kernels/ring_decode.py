@@ -8,6 +8,7 @@ from bladellm_kernels.decode_launch import kv_arguments, plan_arguments, registe
 from bladellm_kernels.decode_results_hopper import States
 from bladellm_kernels.decode_ring_hopper import PRODUCER_WARPS
 from bladellm_kernels.decode_shape import DecodeShape
+from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.kv_layer import KvLayer
@@ -22,19 +23,24 @@ _MOST_SEGMENTS = 4
 """Of a sequence, on average, that the last program to have one merges."""
 
 
-def takes(call: DecodeCall, shape: DecodeShape) -> bool:
+def takes(q: torch.Tensor, kv: KvLayer, shape: DecodeShape) -> bool:
     """Whether the kernel can do it: 16-bit queries on a Hopper, blocks of four warps that lie in a granule, and numbers
     of a head at whole 16 bytes."""
-    aligned = shape.step * 2 == _STEP_BYTES and call.kv.payload.data_ptr() % _STEP_BYTES == 0
+    aligned = shape.step * 2 == _STEP_BYTES and kv.payload.data_ptr() % _STEP_BYTES == 0
     whole = shape.one_granule and shape.units == shape.units_padded
-    return on_hopper(call.q) and call.q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
+    return on_hopper(q) and q.dtype.itemsize == 2 and shape.warps == _WARPS and whole and aligned
+
+
+def joins(work: DecodeWork) -> bool:
+    """Whether the kernel merges the segments itself, of any sequence."""
+    return work.reads == "all" and len(work.programs) <= _MOST_SEGMENTS * len(work.sequences)
 
 
 def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     """The outputs of sequences that are one segment, and, where True is returned, of all others; else their states."""
     work, schedule = call.work, call.work.schedule
     # Of few sequences, many segments each, a kernel merges all rows at once.
-    joined = work.reads == "all" and len(work.programs) <= _MOST_SEGMENTS * len(work.sequences)
+    joined = joins(work)
     # Those that stay leave the other half of an SM to the next kernel.
     ctas_per_sm = max(schedule.ctas_per_sm, 2) if schedule.idle_ns or schedule.stay_ns else schedule.ctas_per_sm
     beside = MERGE_REGISTERS if schedule.merge_beside and not joined else 0
@@ -51,7 +57,8 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
         STAGES=schedule.stages,
         JOINED=joined,
         LATE=joined and schedule.late,
-        SETTLED=early["EARLY"] and work.used,
+        SETTLED=call.beside or (early["EARLY"] and work.used),
+        BESIDE=call.beside,
         num_warps=schedule.warps,
         **register_limit(32 * (schedule.warps + PRODUCER_WARPS.value) * ctas_per_sm, beside),
         **early,

@@ -53,9 +53,10 @@ def ring_decode_kernel(
     LATE: gl.constexpr,
     EARLY: gl.constexpr,
     SETTLED: gl.constexpr,
+    BESIDE: gl.constexpr,
 ) -> None:
     """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head. SETTLED: the
-    plan can be read at once."""
+    plan can be read at once. BESIDE: so can all else, and outputs of sequences without tokens are not this kernel's."""
     LANES: gl.constexpr = SHAPE.lanes
     lane = gl.program_id(0) % LANES
     program = gl.program_id(0) // LANES
@@ -73,8 +74,8 @@ def ring_decode_kernel(
     given = asked, plan, work, target, ring, scratch, empties, results, states, gl.to_tensor(scale), window, program
     gl.warp_specialize(
         [
-            (_attend, (given, SHAPE, STAGES, JOINED, LATE, EARLY)),
-            (fetch_blocks, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY)),
+            (_attend, (given, SHAPE, STAGES, JOINED, LATE, EARLY, BESIDE)),
+            (fetch_blocks, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY, BESIDE)),
         ],
         [PRODUCER_WARPS],
         [PRODUCER_REGISTERS],
@@ -100,17 +101,18 @@ def _attend(
     JOINED: gl.constexpr,
     LATE: gl.constexpr,
     EARLY: gl.constexpr,
+    BESIDE: gl.constexpr,
 ) -> None:
     """The segments of a program. What describes one is asked for before the blocks of the one before it."""
     q, plan, work, target, ring, scratch, empties, out, states, scale, window, program = given
     block, end, sequence, head = work
     first, last, span = load_sequence(plan, sequence, block < end, head, window, SHAPE)
     empty = gl.load(empties)
-    wait_for_inputs(EARLY)
+    wait_for_inputs(EARLY and not BESIDE)
     let_next_start(EARLY and not LATE)
     leaves = linger(block >= end, SHAPE.idle_ns, SHAPE.stay_ns)
     parts = load_parts(q, plan, sequence, block < end, head, target.row, SHAPE)
-    if JOINED:
+    if JOINED and not BESIDE:
         LANES: gl.constexpr = SHAPE.lanes
         clear_empty(empties, empty, program, gl.num_programs(0) // LANES, out, target, SHAPE)
     step = 0

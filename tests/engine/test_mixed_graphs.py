@@ -156,6 +156,23 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
     assert len(used) > 1
 
 
+@pytest.mark.parametrize("family", drawn_of(list(FAMILIES), 1))
+def test_padding_is_zeros_behind_all_layers(tmp_path: Path, family):
+    """Whatever the step before left: products of zeros take less power."""
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    sequences = Sequences(load_tiny(tmp_path), slots=6)
+    graphs = MixedGraphs([8], sequences.model, sequences.arena, torch.zeros(7, dtype=torch.int64), None, None)
+    assert graphs.capture_all(Again())
+    tokens = [SlotTokens.of(SlotLoad(slot, 0, pack(random_prompt(8)), 8, SamplingParams(), 0)) for slot in range(6)]
+    for length in (8, random.randint(1, 7)):
+        plan = step_plan(0, slots=[3], starts=[0], query_lens=[length], num_decode=0)
+        plan.samples = [True]
+        graphs.hidden.fill_(torch.nan)
+        run_poisoned(graphs, flatten(plan, tokens, sequences.arena))
+        assert graphs.hidden[:length].any(1).all()
+        assert not graphs.hidden[length:].any()
+
+
 @pytest.mark.parametrize(("size", "scored", "sent"), [(8, True, True), (40, True, False), (40, False, True)])
 def test_scored_tokens_are_not_left_out(tmp_path: Path, size, scored, sent):
     """Of 6 slots at most 6 tokens of 40 are wanted: that graph's last layer gives no others, unlike that of 8."""
@@ -315,7 +332,7 @@ def test_what_cannot_be_captured_is_named_and_decode_graphs_stay(demo_model, cap
     assert_equal(demo_model, [reference.PROMPTS[0]], [outputs[0].outputs[0].token_ids])
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "steps with prefill chunks run without CUDA graphs: attention._attend cannot be captured" in warnings[0]
+    assert "steps with prefill chunks run without CUDA graphs: attention._attend_listed cannot be captured" in warnings[0]
 
 
 def test_graphs_end_with_the_engine_whoever_holds_them(demo_model):
