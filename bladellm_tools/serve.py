@@ -1,11 +1,13 @@
 """`blade_llm serve`: start the server, and say on standard output what was started and how to ask it."""
 
+import contextlib
 import logging
 import os
 import shlex
 import sys
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,17 +17,21 @@ from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.hub import resolve_model
-from bladellm_runtime.ranks.node import run_node
-from bladellm_runtime.server.lifecycle import serve
-from bladellm_runtime.wire.client import EngineClient
-from bladellm_runtime.wire.messages import EngineReady
+from bladellm_runtime.wire.engine_process import EngineProcess
 from bladellm_tools.console import BOLD, gib, styled, table
+
+if TYPE_CHECKING:
+    from bladellm_runtime.wire.client import EngineClient
+    from bladellm_runtime.wire.messages import EngineReady
 
 logger = logging.getLogger(__name__)
 
 
 def run(args: ServingArgs) -> int:
-    """Serve until told to stop; on other hosts than the first run its ranks. Returns the exit code."""
+    """Serve until told to stop; on other hosts than the first run its ranks. Returns the exit code.
+
+    What serves is imported while the engine's process imports torch.
+    """
     if not args.model:
         raise ConfigError("--model is missing; give a model folder or a hub id")
     check_parallel(args)
@@ -36,12 +42,17 @@ def run(args: ServingArgs) -> int:
     # Looked for here, so that a folder that is no model's is called that, whoever would read which file first.
     file_in(folder, "config.json")
     if args.node_rank:
+        from bladellm_runtime.ranks.node import run_node
+
         return run_node(replace(args, model=str(folder)), folder)
 
-    def on_ready(url: str, client: EngineClient) -> None:
+    def on_ready(url: str, client: "EngineClient") -> None:
         show(banner(args, url, client.ready, time.monotonic() - started), url)
 
-    return serve(args, folder, on_ready=on_ready)
+    with contextlib.nullcontext() if args.disable_frontend_multiprocessing else EngineProcess() as engine:
+        from bladellm_runtime.server.lifecycle import serve
+
+        return serve(args, folder, on_ready=on_ready, engine=engine)
 
 
 def show(lines: list[str], url: str) -> None:
@@ -54,7 +65,7 @@ def show(lines: list[str], url: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> list[str]:
+def banner(args: ServingArgs, url: str, ready: "EngineReady", seconds: float) -> list[str]:
     """The start-up banner: what runs, where the memory went, how long each phase took, and a first request.
 
     `seconds` is the whole start; what the engine's phases leave of it went into processes and imports.
@@ -86,7 +97,7 @@ def banner(args: ServingArgs, url: str, ready: EngineReady, seconds: float) -> l
     ]
 
 
-def _rate(phase: str, seconds: float, ready: EngineReady) -> str:
+def _rate(phase: str, seconds: float, ready: "EngineReady") -> str:
     """How fast the weights came, beside the name of their phase; nothing for other phases."""
     size = dict(ready.memory).get("weights", 0) if phase == "load weights" else 0
     return f", {size / seconds / 1e9:.1f} GB/s" if size and seconds else ""

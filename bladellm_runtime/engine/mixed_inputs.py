@@ -40,9 +40,9 @@ Array = TypeVar("Array", Tensor, Ints)
 
 
 class TokenArrays(NamedTuple, Generic[Array]):
-    """[T] each. prompt_ids: `DECODED` for decode rows, `PADDING` in padding. positions: 0 in padding. kv_rows, granule_rows: as in
-    `ForwardBatch`, -1 in padding, which stores nothing. logit_tokens, and behind the sampling rows' the scored tokens,
-    whose targets are at the same places: read by eager operators, as many as the step has."""
+    """[T] each. prompt_ids: `DECODED` for decode rows, `PADDING` in padding. positions: 0 in padding. kv_rows,
+    granule_rows: as in `ForwardBatch`, -1 in padding, which stores nothing. logit_tokens, and behind the sampling
+    rows' the scored tokens, whose targets are at the same places: read by eager operators, as many as the step has."""
 
     prompt_ids: Array
     positions: Array
@@ -217,9 +217,8 @@ class MixedInputs:
         tokens, rows, lists = layout.split(host)
         prefills = [] if flat is None else flat.prefills
         chunks = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in prefills]
-        beside = layout.beside and flat is not None and flat.adapters is None
-        decode_tokens = int(flat.decode_kv_lens.sum()) if beside else 0
-        if not all(fill_list(chunks, window, layout.list, target, decode_tokens) for window, target in lists.items()):
+        beside = _tokens_beside(flat, layout)
+        if not all(fill_list(chunks, window, layout.list, target, beside) for window, target in lists.items()):
             return False
         self._pad(tokens, rows)
         if flat is not None:
@@ -251,6 +250,13 @@ class MixedInputs:
         rows.slots[:] = self._arena.spec.num_slots
         for array in rows[1:]:
             array[:] = 0
+
+
+def _tokens_beside(flat: FlatPlan | None, layout: Layout) -> int:
+    """KV tokens of decode attention that runs beside that of the plan's chunks."""
+    if flat is None or flat.adapters is not None or not layout.beside:
+        return 0
+    return int(flat.decode_kv_lens.sum())
 
 
 def _runs_beside(

@@ -1,7 +1,8 @@
 """The engine process: reads its arguments from standard input, serves until told to stop or the front end is gone.
 
 Run by the front end as `python -m bladellm_runtime.engine.process`. The first line of standard input is JSON,
-`{"address": ..., "args": {...}}`; the rest never comes: end of file means that the front end has died.
+`{"address": ..., "args": {...}}`, and may come late; the rest never comes: end of file means that the front end has
+died, or does not want the engine.
 """
 
 import logging
@@ -49,7 +50,7 @@ def run_engine(
 
     A failure is told to the front end as `EngineFailed` and never raised: the process must end in order.
     """
-    # Imported here, as they load torch: a bad address is reported before that.
+    # Imported here, as they load torch, which a process without an engine does without.
     from bladellm_runtime.engine.build import build_engine
     from bladellm_runtime.engine.loop import EngineLoop
     from bladellm_runtime.engine.step_errors import DeviceLostError
@@ -113,11 +114,22 @@ class LoopHolder:
         os._exit(1)
 
 
+def import_engine() -> None:
+    """Import what `run_engine` needs, torch above all."""
+    import bladellm_runtime.engine.build
+    import bladellm_runtime.engine.loop  # noqa: F401
+
+
 def main() -> int:
     """Entry point of the process; returns its exit code."""
     leave_signals_to_starter()
     collect_seldom()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    # The front end has started this process before it looks at its own arguments.
+    import_engine()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1
+    launch = msgspec.json.decode(line, type=Launch)
     log_to_stderr(launch.args.log_level, "engine")
     holder = LoopHolder()
     threading.Thread(target=holder.watch_stdin, name="front-end-watch", daemon=True).start()

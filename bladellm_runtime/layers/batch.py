@@ -57,10 +57,10 @@ class ForwardBatch:
     planned, None on a CPU. wanted: those of `logit_tokens`, where they are few: the last layer then attends, and has
     its MLP, for them alone. hidden: [T, hidden], what the stage before left, used up by the forward pass; None on the
     first stage, which alone reads input_ids. adapters: of the tokens; None where none of them has one. id_slots: int64
-    [T], where input_ids have the newest token of every slot: those of the step's tokens. attended: [T, Hq, D], zeros, in
-    a step with padding: attention's outputs of all layers go there. Padding, of ids below 0, has embeddings of zeros and
-    no outputs: it stays zeros from layer to layer, and products of zeros take less power. beside: the chunks are all
-    attended to in one pass, and decode attention starts beside that; it leaves their rows as they are.
+    [T], where input_ids have the newest token of every slot: those of the step's tokens. attended: [T, Hq, D], zeros,
+    in a step with padding: attention's outputs of all layers go there. Padding, of ids below 0, has embeddings of zeros
+    and no outputs: it stays zeros from layer to layer, and products of zeros take less power. beside: the chunks are
+    all attended to in one pass, and decode attention starts beside that; it leaves their rows as they are.
     """
 
     input_ids: torch.Tensor

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -26,7 +26,7 @@ from bladellm_runtime.server.place import Place
 from bladellm_runtime.server.state import ServerState, make_state, served_names
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
-from bladellm_runtime.wire.host import DEFAULT_COMMAND
+from bladellm_runtime.wire.engine_process import DEFAULT_COMMAND, EngineProcess
 from bladellm_runtime.wire.signals import STOP_SIGNALS
 from bladellm_runtime.wire.transport import EnginePort
 
@@ -46,15 +46,20 @@ OnReady = Callable[[str, EngineClient], None]
 
 
 def serve(
-    args: ServingArgs, model_folder: Path, *, on_ready: OnReady | None = None, engine_command: list[str] | None = None
+    args: ServingArgs,
+    model_folder: Path,
+    *,
+    on_ready: OnReady | None = None,
+    engine: EngineProcess | Sequence[str] | None = None,
 ) -> int:
     """Serve the model in `model_folder` until SIGTERM, SIGINT or the engine's end; returns the exit code.
 
     0 after a signal: the first one makes `/ready` answer 503 and refuses new requests, running ones may finish within
     --shutdown_timeout; the second one ends them at once. 1 when the engine died. `on_ready` gets the URL and the
-    engine's client. Raises `UserError` when the server cannot start, a signal during the start included.
+    engine's client; engine: its process, or the command that starts one, None for the usual one. Raises `UserError`
+    when the server cannot start, a signal during the start included.
     """
-    # What it would refuse is refused before the engine is started.
+    # What it would refuse is refused before the engine loads anything.
     make_adapters(args, served_names(args), None).close()
     read_api_keys(args)
     read_admin_keys(args)
@@ -62,17 +67,21 @@ def serve(
     try:
         allow_descriptors(args.max_connections)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve_first(args, model_folder, listener, on_ready, engine_command or DEFAULT_COMMAND))
+            return runner.run(_serve_first(args, model_folder, listener, on_ready, engine or DEFAULT_COMMAND))
     finally:
         listener.close()
 
 
 async def _serve_first(
-    args: ServingArgs, model_folder: Path, listener: socket.socket, on_ready: OnReady | None, engine_command: list[str]
+    args: ServingArgs,
+    model_folder: Path,
+    listener: socket.socket,
+    on_ready: OnReady | None,
+    engine: EngineProcess | Sequence[str],
 ) -> int:
     """Run the first front end, with all that is its to start."""
     front_ends = FrontEnds(args, model_folder, listener, args.frontend_processes)
-    return await FirstServer(args, model_folder, listener, engine_command, front_ends).run(on_ready)
+    return await FirstServer(args, model_folder, listener, engine, front_ends).run(on_ready)
 
 
 class Server:
@@ -206,11 +215,11 @@ class FirstServer(Server):
         args: ServingArgs,
         model_folder: Path,
         listener: socket.socket,
-        engine_command: list[str],
+        engine: EngineProcess | Sequence[str],
         front_ends: FrontEnds,
     ) -> None:
         super().__init__(args, model_folder, listener, front_ends.place)
-        self._command = engine_command
+        self._engine = engine
         self._front_ends = front_ends
 
     async def run(self, on_ready: OnReady | None) -> int:
@@ -237,7 +246,7 @@ class FirstServer(Server):
 
     async def _start_own_engine(self) -> EngineClient:
         if not self._args.disable_frontend_multiprocessing:
-            return await EngineClient.start_process(self._command, self._args, ENGINE_START_SECONDS)
+            return await EngineClient.start_process(self._engine, self._args, ENGINE_START_SECONDS)
         from bladellm_runtime.engine.process import run_engine
 
         def run(port: EnginePort) -> None:

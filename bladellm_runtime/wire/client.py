@@ -4,7 +4,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import zmq
@@ -13,6 +13,7 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.request import FinishReason
 from bladellm_runtime.wire.contexts import end_context, open_context
+from bladellm_runtime.wire.engine_process import EngineProcess
 from bladellm_runtime.wire.host import EngineHost, ForeignHost, ProcessHost, ThreadHost
 from bladellm_runtime.wire.messages import (
     AbortRequests,
@@ -93,14 +94,14 @@ class EngineClient:
         self._exit_watch: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start_process(cls, command: list[str], args: EngineArgs, ready_timeout: float) -> Self:
-        """Start an engine process and wait until it can serve.
+    async def start_process(cls, engine: EngineProcess | Sequence[str], args: EngineArgs, ready_timeout: float) -> Self:
+        """Have an engine process, or one of that command, serve, and wait until it can.
 
         Raises `UserError`, with the engine's own sentence where it sent one, when it fails, exits or takes too long.
         """
         address, folder = private_address()
         client = cls(address, folder)
-        return await client._begin(ProcessHost(command, address, args), ready_timeout)
+        return await client._begin(ProcessHost(engine, address, args), ready_timeout)
 
     @classmethod
     async def start_thread(cls, run: Callable[[EnginePort], None], ready_timeout: float) -> Self:

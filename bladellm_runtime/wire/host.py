@@ -4,21 +4,19 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
 from bladellm_runtime.config import EngineArgs
-from bladellm_runtime.errors import UserError
+from bladellm_runtime.wire.engine_process import EngineProcess
 from bladellm_runtime.wire.transport import EnginePort
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_COMMAND = [sys.executable, "-m", "bladellm_runtime.engine.process"]
 KILL_SECONDS = 5.0
 
 
@@ -48,12 +46,15 @@ class EngineHost(Protocol):
 
 
 class ProcessHost:
-    """An engine process. Its standard input gets the launch line, and stays open for as long as this process lives."""
+    """An engine process, which has been started or is by `start`."""
 
-    def __init__(self, command: list[str], address: str, args: EngineArgs) -> None:
-        self._command = command
+    def __init__(self, engine: EngineProcess | Sequence[str], address: str, args: EngineArgs) -> None:
+        """engine: the process, or the command that starts one."""
+        self._engine = engine
         self._line = launch_line(address, args)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
+        self._loop = asyncio.get_running_loop()
+        self._code: asyncio.Future[int] = self._loop.create_future()
 
     owned = True
 
@@ -65,23 +66,19 @@ class ProcessHost:
     @property
     def alive(self) -> bool:
         """True while the process runs."""
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and not self._code.done()
 
     async def start(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches the front end alone, which then drains."""
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
-            )
-        except OSError as error:
-            raise UserError(f"the engine command {self._command[0]} cannot be run: {error.strerror}") from error
-        write_line(self._process, self._line)
+        """Tell the process what to serve."""
+        self._process = self._engine if isinstance(self._engine, EngineProcess) else EngineProcess(self._engine)
+        threading.Thread(target=self._watch, args=(self._process,), name="engine-watch", daemon=True).start()
+        self._process.write(self._line)
 
     async def wait(self) -> str:
         """Wait for the process; says its exit code or signal."""
         if self._process is None:
             return "the engine process was not started"
-        code = await self._process.wait()
+        code = await asyncio.shield(self._code)
         return (
             f"the engine process was killed by signal {-code}" if code < 0 else f"the engine process exited with {code}"
         )
@@ -92,25 +89,24 @@ class ProcessHost:
         if process is None:
             return
         if not await self._ended_within(timeout):
-            if process.stdin is not None:
-                process.stdin.close()
+            process.end_input()
             if not await self._ended_within(min(timeout, 1.0)):
                 if timeout > 0:
                     logger.info("the engine did not exit in time; killing process %d", process.pid)
-                # It may end at this very moment.
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                process.kill()
                 await self._ended_within(KILL_SECONDS)
-        if process.stdin is not None:
-            process.stdin.close()
+        process.end_input()
+
+    def _watch(self, process: EngineProcess) -> None:
+        code = process.wait()
+        # The loop may have ended before.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._code.set_result, code)
 
     async def _ended_within(self, seconds: float) -> bool:
-        process = self._process
-        if process is None:
-            return True
         try:
             async with asyncio.timeout(seconds):
-                await process.wait()
+                await asyncio.shield(self._code)
         except TimeoutError:
             return False
         return True

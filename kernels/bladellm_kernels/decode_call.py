@@ -10,8 +10,8 @@ from bladellm_kernels.kv_layer import KvLayer
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """A call of `ragged_decode_attention`, whose arguments have been checked: `out` is there, `work` planned; beside: as
-    there."""
+    """A call of `ragged_decode_attention`, whose arguments have been checked: `out` is there, `work` planned; beside:
+    as there."""
 
     q: torch.Tensor
     kv: KvLayer

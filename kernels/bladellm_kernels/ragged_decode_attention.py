@@ -44,9 +44,10 @@ def ragged_decode_attention(
     then nothing is read and the output is zero. max_kv_len ≥ every kv_len, known to the host. window: the newest tokens
     a query sees, all when None. Reads positions [0, kv_len) of each sequence, or those in the window, no others.
     Softmax in float32. work: on CUDA the plan of the step, from `DecodeWorkspace.plan` with the same kv_lens, window
-    and query_len; made here when None. beside: the call right before this one on the stream was `listed_prefill_attention`
-    in one pass alone, and this one, where `runs_beside`, is to run beside it; outputs of sequences without tokens, which
-    it may have written, are left as they are. Never waits for a CUDA device, and can be captured in a CUDA graph.
+    and query_len; made here when None. beside: the call right before this one on the stream was
+    `listed_prefill_attention`, in one pass alone, and this one, where `runs_beside`, is to run beside it; outputs of
+    sequences without tokens, which may be rows of that one, are left as they are. Never waits for a CUDA device, and
+    can be captured in a CUDA graph.
     Returns [B · query_len, Hq, D] of q's type, in `out` if given.
     """
     _check(q, kv, base_rows, slots, kv_lens, query_len, out)

@@ -229,7 +229,7 @@ def test_flags_are_refused_before_the_model_is_loaded(tmp_path, flags, said):
     given = {name: value.format(folder=tmp_path) if isinstance(value, str) else value for name, value in flags.items()}
     lora = {"enable_lora": True, "lora_dir": str(tmp_path)} if "admin_api_key_file" in flags else {}
     with pytest.raises(ConfigError, match=said):
-        serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path, engine_command=["false"])
+        serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path, engine=["false"])
 
 
 @pytest.mark.parametrize(

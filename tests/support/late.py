@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from bladellm_runtime.wire.engine_process import EngineProcess
+
 
 def start_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that asyncio starts has ended, and its loop has seen that, when who starts it gets hold of it."""
+    """A process that asyncio starts has ended, and its loop has seen that, when who starts it gets hold of it; an
+    engine's has when it is told something."""
     start = asyncio.create_subprocess_exec
 
     async def start_and_wait(*command: Any, **options: Any) -> asyncio.subprocess.Process:
@@ -16,4 +19,11 @@ def start_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(0.05)
         return process
 
+    tell = EngineProcess.write
+
+    def wait_and_tell(process: EngineProcess, line: bytes) -> None:
+        process.wait()
+        tell(process, line)
+
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_wait)
+    monkeypatch.setattr(EngineProcess, "write", wait_and_tell)

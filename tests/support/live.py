@@ -315,7 +315,7 @@ def main() -> int:
         print(json.dumps({"url": address, "engine_pid": client.process_id}), flush=True)
 
     try:
-        return serve(args, Path(args.model), on_ready=on_ready, engine_command=launch["command"])
+        return serve(args, Path(args.model), on_ready=on_ready, engine=launch["command"])
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

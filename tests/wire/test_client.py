@@ -285,9 +285,9 @@ def test_starting_and_closing_leaves_nothing_behind():
 
 
 def threads_left() -> int:
-    """Threads of this process, once those have ended by which asyncio waits for others: it hears of the end before."""
+    """Threads of this process, once those have ended that wait for engines: the loop hears of the end before."""
     for thread in threading.enumerate():
-        if thread.name.startswith("asyncio-waitpid-"):
+        if thread.name.startswith("engine-watch"):
             thread.join(5)
     return threading.active_count()
 
