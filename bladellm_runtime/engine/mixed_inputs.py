@@ -78,9 +78,9 @@ class AdapterArrays(NamedTuple, Generic[Array]):
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How int64 numbers of steps padded to `tokens` lie: token arrays, row arrays, a work list a window, and arrays of
-    adapters, of which up to `max_loras` are in a step. beside: where attention in one pass takes all chunks, decode
-    attention runs beside it. Where tokens and rows are even each begins at a multiple of 16
-    bytes, by which Triton compiles kernels apart."""
+    adapters, of which up to `max_loras` are in a step. Where tokens and rows are even each begins at a multiple of 16
+    bytes, by which Triton compiles kernels apart. beside: decode attention runs beside attention in one pass, where
+    that takes all chunks."""
 
     tokens: int
     rows: int

@@ -49,8 +49,8 @@ def programs_beside(spans: Sequence[Span], heads: Heads, programs: int, decode_t
     tokens starts beside them.
 
     With P of N the chunks take t · N/P, and P/N of decode attention's own programs find room only behind them: the sum
-    t · N/P + D · P/N is least at P = N · sqrt(t / D). For 1,024 tokens beside 34 sequences of 1,100 it is 85, 77 and 81
-    µs of 132, 96 and 64 programs on an H100 (in turn 88), measured 85, 77 and 81.
+    t · N/P + D · P/N is least at P = N · sqrt(t / D). On an H100 it is within 4 µs of what is measured, or less than D
+    (`kernels/benchmarks/results/beside_attention_h100.md`).
     """
     chunks, decode = one_pass_cost(heads, spans, programs), decode_tokens * heads.kv * heads.dim * 4 / DECODE_BYTES
     share = sqrt(chunks / decode) if chunks < decode else 1.0

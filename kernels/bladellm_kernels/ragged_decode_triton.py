@@ -293,13 +293,13 @@ def launch_segments(call: DecodeCall) -> bool:
     """The outputs of sequences that are one segment, and the states of the others' segments, or, if True is returned,
     their outputs too."""
     work, schedule = call.work, call.work.schedule
+    if call.beside and not runs_beside(call.q, call.kv, work):
+        raise ValueError("no kernel for these queries runs beside prefill attention: ask `runs_beside` first")
     shape = decode_shape(call.q, call.kv, work)
-    if schedule.private_rings and not call.beside and warp_rings.takes(call, shape):
+    if schedule.private_rings and warp_rings.takes(call, shape):
         return warp_rings.launch(call, shape)
     if schedule.warp_specialized and ring_decode.takes(call.q, call.kv, shape):
         return ring_decode.launch(call, shape)
-    if call.beside:
-        raise ValueError("no kernel for these queries runs beside prefill attention: ask `runs_beside` first")
     shape = shape.of_one_head()
     # What gathers granules waits for the table first: the pipeline halves its depth.
     gathers = not shape.one_granule and (shape.paged or shape.scaled)
