@@ -21,6 +21,7 @@ from bladellm_runtime.engine.cascade import Cascade, make_cascade
 from bladellm_runtime.engine.compile_kernels import Compiling, compile_ahead, count_compiles
 from bladellm_runtime.engine.cuda_capture import Capture, CudaCapture
 from bladellm_runtime.engine.device import pick_device, pick_dtype, use_threads
+from bladellm_runtime.engine.kernel_record import hashing_triton
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.mixed_graphs import mixed_sizes
@@ -150,7 +151,8 @@ def open_device(args: EngineArgs, place: RankPlace) -> tuple[torch.device, Engin
     """This rank's device, ready for use, and the flags with its defaults."""
     count = len(args.local_ranks)
     device = pick_device(args.device, place.local_index(args) if count > 1 else None, count)
-    torch.empty(1, device=device)  # the first tensor makes a GPU's context, which takes a second
+    with hashing_triton(device):
+        torch.empty(1, device=device)  # the first tensor makes a GPU's context, which takes a second
     if device.type == "cpu":
         use_threads(args.cpu_threads, count)
     elif args.ragged_flash_max_batch_tokens is None:

@@ -10,12 +10,15 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from bladellm_kernels.has_triton import has_triton
 
 from bladellm_runtime.config import EngineArgs
 
@@ -137,6 +140,24 @@ def make_hashes_reproducible() -> None:
         update(self, function)
 
     DependenciesFinder._update_hash = update_callee_first
+
+
+@contextmanager
+def hashing_triton(device: torch.device) -> Iterator[None]:
+    """Have triton hash itself beside what is done inside.
+
+    Its hash, of 400 MB, counts in that of every kernel and is made once in a process, mostly without Python's lock.
+    """
+    if device.type != "cuda" or not has_triton():
+        yield
+        return
+    # In this thread: two that import what imports each other can meet half of it.
+    from triton.runtime import cache
+
+    with ThreadPoolExecutor(1, "triton-hash") as thread:
+        # Where a version of triton has it elsewhere, or it fails, whoever needs the hash finds out.
+        thread.submit(lambda: cache.triton_key())
+        yield
 
 
 def cache_hash(kernel: Description, target: Any) -> str:

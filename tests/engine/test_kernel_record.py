@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine import compile_kernels
 from bladellm_runtime.engine.compile_kernels import Compiling, start_compiling
-from bladellm_runtime.engine.kernel_record import read_record, record_path, write_record
+from bladellm_runtime.engine.kernel_record import hashing_triton, read_record, record_path, write_record
 from tests.support.warm import run_code
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -160,3 +161,31 @@ def test_a_list_belongs_to_a_config_and_options(tmp_path):
     assert path() != path(kv_cache_quant="int8")
     (tmp_path / "b" / "config.json").write_text(json.dumps({"hidden_size": 65}))
     assert path() != path("b")
+
+
+@pytest.mark.parametrize(("kind", "hashed"), [("cpu", False), ("cuda", True)])
+def test_triton_hashes_itself_beside_what_opens_a_gpu(kind, hashed, monkeypatch):
+    from triton.runtime import cache
+
+    began, may_end = threading.Event(), threading.Event()
+    ended = []
+
+    def triton_key() -> None:
+        began.set()
+        assert may_end.wait(10)
+        ended.append(threading.current_thread())
+
+    monkeypatch.setattr(cache, "triton_key", triton_key)
+    with hashing_triton(torch.device(kind)):
+        assert began.wait(10 if hashed else 0.05) == hashed
+        may_end.set()
+    assert len(ended) == hashed, "it has ended when a kernel's hash is asked for"
+    assert threading.main_thread() not in ended
+
+
+def test_a_triton_that_does_not_hash_itself_fails_where_the_hash_is_needed(monkeypatch):
+    from triton.runtime import cache
+
+    monkeypatch.delattr(cache, "triton_key")
+    with hashing_triton(torch.device("cuda")):
+        pass
