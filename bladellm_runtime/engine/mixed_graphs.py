@@ -66,7 +66,6 @@ class MixedGraphs:
         self._rotation = rotation
         self._heads = _heads(model, arena)
         self._window = None if None in spec.windows else max(window or 0 for window in spec.windows)
-        self._outputs = spec.heads, spec.head_dim
         max_loras = 0 if model.lora is None else model.lora.max_loras
         self.inputs = MixedInputs(
             self.sizes, arena, self._heads, spec.windows, model.dtype, in_flight, max_loras, workspace
@@ -153,7 +152,6 @@ class MixedGraphs:
         def forward() -> None:
             batch = self.inputs.batch(size, self._last_token, adapted, one_pass)
             batch.workspace, batch.rotation = self._workspace, self._rotation
-            batch.attended = torch.zeros(size, *self._outputs, dtype=self._model.dtype, device=self._model.device)
             batch.hidden = None if self.received is None else self.received[:size].clone()
             hidden = self._model.forward(batch)
             self.hidden[: len(hidden)].copy_(hidden)

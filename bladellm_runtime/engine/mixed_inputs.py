@@ -149,6 +149,8 @@ class MixedInputs:
         """sizes: token counts that steps are padded to. windows: of the model's layers. dtype: the model's. in_flight:
         as in `HostRing`. max_loras: adapters in a step, at most. workspace: of decode attention, None on a CPU."""
         self._arena = arena
+        self._heads = heads
+        self._dtype = dtype
         layer = arena.layer(0)
         self._tabled = layer.table is not None
         self._layouts: dict[int, Layout] = {}
@@ -196,6 +198,10 @@ class MixedInputs:
             wanted=wanted if layout.wants_few else None,
             prefill_lists={window: views._replace(tiles=None) if one_pass else views for window, views in views_of},
             adapters=self._token_adapters(layout) if adapted else None,
+            # Zeros in the places of padding, as its embeddings are.
+            attended=torch.zeros(
+                size, self._heads.query, self._heads.dim, dtype=self._dtype, device=self._static.device
+            ),
             beside=one_pass and layout.beside,
         )
 
@@ -217,8 +223,8 @@ class MixedInputs:
         tokens, rows, lists = layout.split(host)
         prefills = [] if flat is None else flat.prefills
         chunks = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in prefills]
-        beside = _tokens_beside(flat, layout)
-        if not all(fill_list(chunks, window, layout.list, target, beside) for window, target in lists.items()):
+        decode_tokens = _tokens_beside(flat, layout)
+        if not all(fill_list(chunks, window, layout.list, target, decode_tokens) for window, target in lists.items()):
             return False
         self._pad(tokens, rows)
         if flat is not None:

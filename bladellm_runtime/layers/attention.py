@@ -1,7 +1,6 @@
 """Self-attention over RaggedAttention memory: project, turn, store, attend, project."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from bladellm_kernels.cascade_decode_attention import SharedPrefixes, cascade_decode_attention
@@ -136,10 +135,12 @@ class Attention:
         if lists is None:
             self._attend_decodes(q, kv, batch, out)
             return self._attend_prefills(q, kv, batch, out) if batch.prefills else out
-        calls = [partial(self._attend_decodes, batch=batch), partial(self._attend_listed, lists=lists)]
         # Prefill attention takes whole multiprocessors: only what starts behind it runs beside it.
-        for call in reversed(calls) if batch.beside else calls:
-            call(q, kv, out=out)
+        if batch.beside:
+            self._attend_listed(q, kv, lists, out)
+        self._attend_decodes(q, kv, batch, out)
+        if not batch.beside:
+            self._attend_listed(q, kv, lists, out)
         return out
 
     def _attend_listed(self, q: torch.Tensor, kv: KvLayer, lists: ListViews, out: torch.Tensor) -> None:

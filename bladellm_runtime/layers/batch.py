@@ -92,6 +92,11 @@ class ForwardBatch:
     _works: dict[int | None, DecodeWork] = field(default_factory=dict)
     _cascade_work: CascadeWork | None = None
 
+    @property
+    def padded(self) -> bool:
+        """Whether tokens of padding may be among the step's."""
+        return self.attended is not None
+
     def reserve_works(self, windows: Iterable[int | None]) -> None:
         """Have the plans of decode attention made beside other kernels of the step, which a graph captures: before the
         first of them."""

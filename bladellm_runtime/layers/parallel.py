@@ -78,7 +78,10 @@ class VocabParallelEmbedding(Embedding):
         self._communicator = communicator
         self._first = communicator.rank * len(weight)
 
-    def __call__(self, input_ids: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, slots: torch.Tensor | None = None, padded: bool = False
+    ) -> torch.Tensor:
+        """As an embedding; padding is zeros anyway, since no rank has its row."""
         return self._communicator.all_reduce(embedding(input_ids, self.weight, slots, first=self._first))
 
 

@@ -253,7 +253,7 @@ class Decoder:
 
     def _start(self, batch: ForwardBatch) -> torch.Tensor:
         if self.embedding is not None:
-            return self.embedding(batch.input_ids, batch.id_slots)
+            return self.embedding(batch.input_ids, batch.id_slots, batch.padded)
         if batch.hidden is None:
             raise ValueError("a stage that is not the first needs what the one before it has left")
         return batch.hidden

@@ -183,7 +183,7 @@ def test_triton_hashes_itself_beside_what_opens_a_gpu(kind, hashed, monkeypatch)
     assert threading.main_thread() not in ended
 
 
-def test_a_triton_that_does_not_hash_itself_fails_where_the_hash_is_needed(monkeypatch):
+def test_a_triton_that_has_its_hash_elsewhere_is_no_error(monkeypatch):
     from triton.runtime import cache
 
     monkeypatch.delattr(cache, "triton_key")
