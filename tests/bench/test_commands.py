@@ -19,8 +19,8 @@ from bladellm_tools.bench.mock_process import MockProcess
 from bladellm_tools.bench.records import Benchmark
 from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.storage import StorageError
-from tests.bench.commanding import bench, short
-from tests.bench.driving import DISTURBED_SECONDS
+from tests.bench.commanding import Outcome, bench, short
+from tests.bench.driving import DISTURBED_SECONDS, LATE_TRIALS, disturbed
 from tests.support.cases import some_of
 from tests.tools.command import ROOT, command
 
@@ -77,8 +77,23 @@ def test_compare_recovers_a_known_factor_two_in_both_forms(tmp_path, no_charts) 
     """Groups of 21 requests d apart meet a server that takes s for each: the median waits 10 (s - d).
 
     With 20 ms and s = 12 ms against 40 ms and s = 16 ms, an SLO of 80 ms is crossed at d = 6 ms against d = 12 ms:
-    twice the load. At d = 18 ms nobody waits, and the first server's latencies are half of the second's.
+    twice the load. At d = 18 ms nobody waits, and the first server's latencies are half of the second's. What a pause
+    of the machine has disturbed, half of a level by 150 ms, is measured again, and by the same figures.
     """
+    for trial in range(LATE_TRIALS):
+        done, late, lightest = compare_groups(tmp_path / str(trial))
+        assert done.code == 0, done.err
+        try:
+            assert_factor_two(done, lightest)
+            return
+        except AssertionError:
+            if trial == LATE_TRIALS - 1 or not disturbed(done.benchmark.runs, late):
+                raise
+
+
+def compare_groups(tmp_path: Path) -> tuple[Outcome, float, float]:
+    """What comparing the two said, how late they were at p99, and the rate of the lightest level."""
+    tmp_path.mkdir()
     own_rate = write_groups(tmp_path / "trace.jsonl", 2)
     levels = [f"{own_rate / spacing:.6f}" for spacing in (0.018, 0.0135, 0.0105, 0.0068, 0.0052)]
     fast = MockArgs(ttft=0.02, tbt=0.004, service_time=0.012)
@@ -91,9 +106,12 @@ def test_compare_recovers_a_known_factor_two_in_both_forms(tmp_path, no_charts) 
     with MockProcess(fast) as a, MockProcess(slow) as b:
         endpoints = ["--endpoint", f"fast={a.url}", f"slow={b.url}"]
         done = bench("compare", *endpoints, *arguments, folder=tmp_path / "out")
-    assert done.code == 0, done.err
+        return done, max(a.lateness()["late_p99"], b.lateness()["late_p99"]), float(levels[0])
+
+
+def assert_factor_two(done: Outcome, lightest: float) -> None:
     (pair,) = compare(trusted(done.benchmark), parse_slo(["ttft_p50=80ms"])).pairs
-    first = {row.figure: row.ratio for row in pair.vertical if row.load.qps == pytest.approx(float(levels[0]))}
+    first = {row.figure: row.ratio for row in pair.vertical if row.load.qps == pytest.approx(lightest)}
     assert first["ttft_p50"].value == pytest.approx(0.5, rel=0.05)
     assert first["ttft_p50"].inverse.value == pytest.approx(2, rel=0.05)
     assert first["tbt_p50"].value == pytest.approx(0.5, rel=0.05)
