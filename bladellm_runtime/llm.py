@@ -13,6 +13,7 @@ from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import build_engine
 from bladellm_runtime.engine.device import on_gpu
 from bladellm_runtime.errors import ParameterError, UserError
+from bladellm_runtime.garbage import objects_kept
 from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams, check_cache_salt
 from bladellm_runtime.text.stream import TextDelta, TextStream
@@ -128,17 +129,23 @@ class LLM:
         outputs = [GenerateOutput(prompt, tokens, []) for prompt, tokens in zip(prompts, ids, strict=True)]
         choices: dict[int, _Choice] = {}
         try:
-            for one in zip(outputs, each, map(_resolved, adapters), strict=True):
-                self._add(*one, salt, constraint, choices)
-            while choices:
-                if self._engine.core.preparing:
-                    time.sleep(PREPARING_SECONDS)
-                self._dispatch(self._engine.core.step(), choices)
+            # A walk through all that torch has made takes as long as several steps.
+            with objects_kept():
+                for one in zip(outputs, each, map(_resolved, adapters), strict=True):
+                    self._add(*one, salt, constraint, choices)
+                self._run(choices)
         except BaseException:
             # Whatever stopped the call: the next one must not go on with its requests.
             self._engine.core.abort(list(choices))
             raise
         return outputs
+
+    def _run(self, choices: dict[int, _Choice]) -> None:
+        """Step until all choices have ended."""
+        while choices:
+            if self._engine.core.preparing:
+                time.sleep(PREPARING_SECONDS)
+            self._dispatch(self._engine.core.step(), choices)
 
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -17,11 +17,11 @@ from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.linear import use_table
 from bladellm_kernels.linear_schedules import load_table
 from bladellm_kernels.lora_tokens import TokenAdapters
-from step_timing import finish, runner_of
+from step_timing import engine_as_served, finish, runner_of
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine import decode_inputs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.layers import lora
 from bladellm_runtime.models import lora_stacking
 from bladellm_runtime.request import SamplingParams
@@ -116,7 +116,7 @@ def main() -> None:
     slots = max(args.adapters)
     take(args.way)
     use_table(load_table(args.table) if args.table else None)
-    engine = build_engine(
+    engine = engine_as_served(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=args.input + args.steps + args.warm + 300, max_running_requests=args.batch,

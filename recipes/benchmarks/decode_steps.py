@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_timing import LAUNCH_PARTS, Clocks, Lateness, finish, start_decoding, watch_steps
+from step_timing import LAUNCH_PARTS, Clocks, Lateness, engine_as_served, finish, start_decoding, watch_steps
 from targets import DECODE, Target, number
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.models.decoder import Decoder
 
 HOST_PARTS = ("plan", "launch", "complete")
@@ -134,7 +134,7 @@ def print_host_parts(rows: list[dict[str, Any]]) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     tokens = args.shared_prefix + args.input + args.steps + args.traced + args.warm + 264
-    engine = build_engine(
+    engine = engine_as_served(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=tokens, max_running_requests=max(args.batches), kv_cache_quant=args.kv_cache_quant,

@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from step_timing import engine_as_served
+
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
@@ -41,7 +43,7 @@ def measure(engine: Engine, context: int, tokens: int, rng: random.Random) -> di
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Build one engine, measure every context, print a row each."""
-    engine = build_engine(
+    engine = engine_as_served(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=max(args.contexts) + args.tokens + 8, max_running_requests=args.slots,

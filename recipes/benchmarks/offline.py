@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from step_timing import engine_as_served
 
 from bladellm_runtime.config import EngineArgs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    engine = build_engine(
+    engine = engine_as_served(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=args.input + args.output + 8, max_running_requests=args.max_running_requests,

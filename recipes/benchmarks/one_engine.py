@@ -17,11 +17,11 @@ import offline
 import prefill_steps
 import psutil
 from shapes import SHAPES, TOKENIZER, write_shape
-from step_timing import Lateness, watch_steps
+from step_timing import Lateness, engine_as_served, watch_steps
 from targets import CASES, Cases, Row, table
 
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 
 PARTS = ("decode", "prefill", "offline", "long")
 SPARE_TOKENS = 300
@@ -43,7 +43,7 @@ def build(args: argparse.Namespace, cases: Cases) -> Engine:
     folder = write_shape(args.models, args.shape, args.tokenizer_dir)
     at_once = cases.offline[0] if cases.offline and "offline" in args.parts else 2
     slots = args.max_running_requests or max([*cases.decode, at_once])
-    return build_engine(
+    return engine_as_served(
         EngineArgs(
             model=str(folder), device=args.device, load_format="dummy", max_model_len=longest(cases, args),
             max_running_requests=slots, cuda_graph_max_batch_size=slots,

@@ -18,11 +18,11 @@ import offline
 import psutil
 from prefill_steps import Bench
 from shapes import SHAPES, TOKENIZER, write_shape
-from step_timing import finish, start_decoding
+from step_timing import engine_as_served, finish, start_decoding
 from targets import Target, number
 
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.wire.messages import one_by_one
 
 WARM_TOKENS = 8
@@ -48,7 +48,7 @@ GOALS = {("llama31-8b", 2, 1): TWO_GPUS, ("llama31-8b", 4, 1): FOUR_GPUS}
 def build(args: argparse.Namespace) -> Engine:
     """The engine, with room for the longest of what is measured."""
     longest = max([*args.prefills, args.input + args.steps + SPARE_TOKENS, args.input + args.output]) + 64
-    return build_engine(
+    return engine_as_served(
         EngineArgs(
             model=str(write_shape(args.models, args.shape, args.tokenizer_dir)), device=args.device,
             load_format="dummy", max_model_len=longest, max_running_requests=args.max_running_requests,

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from decode_steps import busy_share
-from step_timing import Clocks, finish, runner_of, start_decoding, watch_steps
+from step_timing import Clocks, engine_as_served, finish, runner_of, start_decoding, watch_steps
 from targets import PREFILL, Target, number
 from torch.profiler import ProfilerActivity, profile
 
 from bladellm_runtime.config import GIB, EngineArgs
-from bladellm_runtime.engine.build import Engine, build_engine
+from bladellm_runtime.engine.build import Engine
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
@@ -157,7 +157,7 @@ def report(row: dict[str, Any], shown: bool) -> str:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     longest = max([*args.prefills, *args.chunks, args.input + args.steps + 264]) + 16
-    engine = build_engine(
+    engine = engine_as_served(
         EngineArgs(
             model=args.model, device=args.device, dtype=args.dtype, load_format=args.load_format,
             max_model_len=longest, max_running_requests=max([*args.batches, 1]) + 4, attn_cls=args.attn_cls,

@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: methods of an engine wrapped by clocks."""
+"""An engine to be timed, and where the host's time of its steps goes: methods wrapped by clocks."""
 
 import time
 from collections import defaultdict
@@ -8,12 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from bladellm_runtime.engine.build import Engine
+from bladellm_runtime.config import EngineArgs
+from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.engine.core import EngineCore
 from bladellm_runtime.engine.ranked_runner import RankedRunner
 from bladellm_runtime.engine.runner import ModelRunner
+from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
+
+
+def engine_as_served(args: EngineArgs) -> Engine:
+    """An engine in this process, whose garbage collector is set as that of an engine's own process is."""
+    engine = build_engine(args)
+    keep_objects()
+    return engine
 
 
 def runner_of(core: EngineCore) -> ModelRunner:
