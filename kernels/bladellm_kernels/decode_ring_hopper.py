@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from bladellm_kernels.decode_kv_triton import block_granule
 from bladellm_kernels.decode_queries_triton import first_granule, load_sequence
@@ -21,11 +21,13 @@ PRODUCER_REGISTERS = gl.constexpr(56)
 
 class Ring(NamedTuple):
     """Of every stage a block, [2, warps, tokens, units], as which its keys and values are fetched together; the same as
+    `boxes`, [warps * tokens, units] of keys and then of values, where the copy engine fetches them; the same as
     `units`, [warps, tokens, units] of keys and then of values; `planes`, the words of their scales and zeros as they
     are fetched, [`scale_planes`, warps, tokens / 2], and `words`, one plane each; and barriers that say that they are
     here (`full`) or have been read (`empty`)."""
 
     blocks: gl.shared_memory_descriptor
+    boxes: gl.shared_memory_descriptor
     units: gl.shared_memory_descriptor
     planes: gl.tuple
     words: gl.tuple
@@ -47,6 +49,19 @@ def units_layout(units: int, rank: int) -> gl.SwizzledSharedLayout:
     """Of rows of units of 16 bits, of which a matrix takes 8 without two in one bank."""
     rows_a_line = max(1, 64 // units)
     return gl.SwizzledSharedLayout(8, rows_a_line, max(1, 8 // rows_a_line), list(reversed(range(rank))))
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def boxes_layout(shape: DecodeShape, rank: int) -> gl.SharedLinearLayout:
+    """Of a box [warps, tokens, units], or of two of them, [2, warps, tokens, units]: lines of 64 units, 128 bytes, the
+    first ones of all tokens first; the eight parts of a line change places by the token's last bits."""
+    units = [[0, 0, 0, 1 << bit] for bit in range(6)]
+    tokens = [[0, 0, 1 << bit, 8 << bit if bit < 3 else 0] for bit in range(shape.tokens.bit_length() - 1)]
+    warps = [[0, 1 << bit, 0, 0] for bit in range(shape.warps.bit_length() - 1)]
+    lines = [[0, 0, 0, 1 << bit] for bit in range(6, shape.units.bit_length() - 1)]
+    values = [[1, 0, 0, 0]] if rank == 4 else []
+    bases = [*units, *tokens, *warps, *lines, *values]
+    return gl.SharedLinearLayout([basis[-rank:] for basis in bases], alignment=1024)
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -82,8 +97,16 @@ def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> 
     TOKENS: gl.constexpr = SHAPE.tokens
     UNITS: gl.constexpr = SHAPE.units
     PLANES: gl.constexpr = scale_planes(SHAPE)
-    blocks = gl.allocate_shared_memory(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 4))
-    units = blocks._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 3))
+    COUNT: gl.constexpr = 1 if SHAPE.boxed else 32 * PRODUCER_WARPS
+    if SHAPE.boxed:
+        BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS * TOKENS, UNITS], dtype)
+        boxes = gl.allocate_shared_memory(dtype, [STAGES * 2, WARPS * TOKENS, UNITS], BOX)
+        blocks = boxes._reinterpret(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], boxes_layout(SHAPE, 4))
+        units = boxes._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], boxes_layout(SHAPE, 3))
+    else:
+        blocks = gl.allocate_shared_memory(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 4))
+        units = blocks._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 3))
+        boxes = blocks
     words: gl.tuple = ()
     planes: gl.tuple = ()
     if PLANES > 0:
@@ -95,9 +118,13 @@ def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> 
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=32 * PRODUCER_WARPS)
+        mbarrier.init(full.index(stage), count=COUNT)
         mbarrier.init(empty.index(stage), count=1)
-    return Ring(blocks, units, planes, words, full, empty)
+    if SHAPE.boxed:
+        # The copy engine sees the barriers.
+        fence_async_shared()
+        gl.thread_barrier()
+    return Ring(blocks, boxes, units, planes, words, full, empty)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -114,6 +141,7 @@ def token_of_row(row: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
 def fetch_blocks(
     ring: gl.tuple,
     kv: gl.tuple,
+    boxes: tma.tensor_descriptor | None,
     plan: gl.tuple,
     work: gl.tuple,
     window: gl.tensor,
@@ -141,7 +169,13 @@ def fetch_blocks(
             stage = step % STAGES
             # The first turn waits for the phase before the first one, which has ended.
             mbarrier.wait(ring.empty.index(stage), (step // STAGES + 1) & 1)
-            _fetch_block(ring, kv, span, position, granule, stage, SHAPE)
+            if SHAPE.boxed:
+                if (position + SHAPE.block_kv <= span.kv_len) & (position >= span.lowest):
+                    _fetch_boxes(ring, kv, boxes, span, position, granule, stage, SHAPE)
+                else:
+                    _fetch_block(ring, kv, span, position, granule, stage, SHAPE)
+            else:
+                _fetch_block(ring, kv, span, position, granule, stage, SHAPE)
             # Asked for a block before it is needed.
             granule = block_granule(kv, span, each + 1, stop + skipped, SHAPE)
             step += 1
@@ -186,7 +220,30 @@ def _fetch_block(
     async_copy.async_copy_global_to_shared(ring.blocks.index(stage), places, mask=inside)
     if SHAPE.scaled:
         _fetch_words(ring.planes[0], stage, kv, granule, span.head, position, SHAPE)
-    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=SHAPE.boxed)
+    if SHAPE.boxed:
+        mbarrier.arrive(ring.full.index(stage))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_boxes(
+    ring: gl.tuple,
+    kv: gl.tuple,
+    boxes: tma.tensor_descriptor | None,
+    span: gl.tuple,
+    position: gl.tensor,
+    granule: gl.tensor,
+    stage: gl.tensor,
+    SHAPE: gl.constexpr,
+) -> None:
+    """Have the copy engine fetch the block at `position`, all of which lies in the span."""
+    BYTES: gl.constexpr = 2 * SHAPE.block_kv * SHAPE.units * 2
+    row = (span.base_row + position).to(gl.int32)
+    full = ring.full.index(stage)
+    mbarrier.expect(full, BYTES)
+    for value in gl.static_range(2):
+        column = (span.head * kv.head_stride + value * kv.value_stride) * SHAPE.step
+        tma.async_copy_global_to_shared(boxes, [row, column], full, ring.boxes.index(2 * stage + value))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -29,7 +29,7 @@ class DecodeShape:
     two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
     higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
     idle_ns, stay_ns, lane_heads: see `DecodeSchedule`. tokens: positions of a block that a warp takes.
-    reads: see `DecodeWork`.
+    reads: see `DecodeWork`. boxed: the copy engine fetches whole blocks, keys and values a box each.
     """
 
     kv_heads: int
@@ -61,6 +61,7 @@ class DecodeShape:
     warps: int
     tokens: int
     lane_heads: int = 1
+    boxed: bool = False
 
     @property
     def head_warps(self) -> int:
@@ -127,6 +128,7 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         warps=work.schedule.warps,
         tokens=block_kv * work.schedule.lane_heads // work.schedule.warps,
         lane_heads=work.schedule.lane_heads,
+        boxed=_boxed(kv) and work.schedule.lane_heads == 1,
     )
 
 
@@ -143,6 +145,12 @@ def unit_strides(kv: KvLayer) -> list[int]:
     """Strides of the payload's rows, heads, and of V after K, in units."""
     row, value, head, _ = kv.payload.stride()
     return [stride * kv.payload.element_size() // unit_bytes(kv) for stride in (row, head, value)]
+
+
+def _boxed(kv: KvLayer) -> bool:
+    """Whether tokens are unquantized numbers of 16 bits, whole lines of 128 bytes, one behind the other."""
+    plain = not kv.format.quantized and kv.payload.element_size() == 2
+    return plain and not kv.paged and kv.head_dim % 64 == 0 and len(kv.payload) < 2**31
 
 
 def _even_scales(kv: KvLayer) -> bool:

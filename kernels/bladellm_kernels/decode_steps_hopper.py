@@ -13,6 +13,9 @@ from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.kv_codes_triton import separate_values, unit_numbers
 from bladellm_kernels.merge_attention_triton import LOWEST
 
+SLACK = gl.constexpr(8.0)
+"""Powers of two by which exponentials may exceed 1 before what was summed up is scaled down."""
+
 
 class State(NamedTuple):
     """Of each warp and row, after some blocks. outputs: by part, [warps, units, rows]; total, shift: by lane, see
@@ -44,6 +47,23 @@ def words_layout(shape: DecodeShape) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [shape.warps, words])
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def decay_text(count: int) -> str:
+    """PTX that multiplies a thread's `count` outputs of rows 2i and 2i + 1, side by side, where any decay is not 1."""
+    products = "".join(f"mul.f32 ${each}, ${each}, ${2 * count + each};" for each in range(count))
+    first, second = 2 * count, 2 * count + 1
+    return (
+        f"{{ .reg .pred p; setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.or.f32 p, ${second}, 0f3F800000, p;"
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def decay_constraints(count: int) -> str:
+    """Outputs in place, and decays."""
+    return ",".join(["=f"] * count + [str(each) for each in range(count)] + ["f"] * count)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def new_state(SHAPE: gl.constexpr) -> State:
     """After no block."""
@@ -62,18 +82,18 @@ def new_state(SHAPE: gl.constexpr) -> State:
 def add_block(
     state: gl.tuple,
     ring: gl.tuple,
-    step: gl.tensor,
+    stage: gl.tensor,
+    phase: gl.tensor,
     queries: gl.tuple,
     span: gl.tuple,
     position: gl.tensor,
     first_row: gl.tensor,
     window: gl.tensor,
     SHAPE: gl.constexpr,
-    STAGES: gl.constexpr,
 ) -> State:
-    """A state with the block at `position`, the program's `step`-th; gives its stage back once registers have it."""
-    stage = step % STAGES
-    mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
+    """A state with the block at `position`, which comes to a stage with `phase`; gives that back once registers have
+    it."""
+    mbarrier.wait(ring.full.index(stage), phase)
     keys = ring.units.index(2 * stage).load(operand_layout(SHAPE, 0))
     values = ring.units.index(2 * stage + 1).permute((0, 2, 1)).load(operand_layout(SHAPE, 0))
     factors: gl.tuple = ()
@@ -83,6 +103,8 @@ def add_block(
     scores = _scores(keys, queries, factors, SHAPE)
     scores, factors = _mask(scores, factors, span, position, first_row, window, SHAPE)
     highest = gl.maximum(state.maximum, gl.max(scores, 1) - SHAPE.raised)
+    if not SHAPE.scaled:
+        highest = gl.where(highest > state.maximum + SLACK, highest, state.maximum)
     p = gl.exp2(scores - highest[:, None, :])
     decay = gl.exp2(state.maximum - highest)
     lane_decay = gl.convert_layout(decay, gl.SliceLayout(1, lanes_layout(SHAPE)))[:, None, :]
@@ -207,12 +229,27 @@ def _add_values(
     parts = unit_numbers(values, dtype, True, FORMAT, PLAIN)
     outputs: gl.tuple = ()
     for part in gl.static_range(PARTS):
-        outputs += (mma_v2(parts[part], rounded, state.outputs[part] * decay[:, None, :]),)
+        outputs += (mma_v2(parts[part], rounded, _decayed(state.outputs[part], decay, SHAPE)),)
     excess = state.excess
     if SHAPE.offset != 0:
         ones = gl.full((SHAPE.warps, 16, SHAPE.tokens), 1.0, dtype, operand_layout(SHAPE, 0))
         excess = mma_v2(ones, rounded, excess * decay[:, None, :])
     return outputs, excess
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _decayed(outputs: gl.tensor, decay: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
+    """Outputs [warps, units, rows] times decay [warps, rows]: not touched where that is 1 for all rows of a warp."""
+    each = decay[:, None, :]
+    COUNT: gl.constexpr = SHAPE.units // 4
+    if SHAPE.rows == 8 and COUNT >= 16 and not SHAPE.plain:
+        text: gl.constexpr = decay_text(COUNT)
+        outputs = gl.inline_asm_elementwise(
+            text, decay_constraints(COUNT), [outputs, each], dtype=gl.float32, is_pure=True, pack=COUNT
+        )
+    else:
+        outputs = outputs * each
+    return outputs
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -1,6 +1,7 @@
 """Launches `ring_decode_kernel`."""
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import KvArguments
@@ -12,6 +13,7 @@ from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.kv_layer import KvLayer
+from bladellm_kernels.linear_hopper import described
 from bladellm_kernels.merge_attention_triton import MERGE_REGISTERS
 from bladellm_kernels.ring_decode_hopper import ring_decode_kernel
 
@@ -48,6 +50,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     ring_decode_kernel[(len(work.programs) * shape.lanes,)](
         row_arguments(call.q),
         _in_words(kv_arguments(call.kv, shape.step, schedule.block_kv), call.kv),
+        _boxes(call.kv, shape) if shape.boxed else None,
         *plan_arguments(call),
         work.empties,
         row_arguments(call.out),
@@ -66,6 +69,13 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     # It let the next kernel start only when its own inputs, the plan among them, were complete.
     work.used = True
     return joined
+
+
+def _boxes(kv: KvLayer, shape: DecodeShape) -> TensorDescriptor:
+    """A layer's rows as the copy engine reads them, keys and values of all heads side by side."""
+    row, value, head, _ = kv.payload.stride()
+    columns = value + head * (kv.kv_heads - 1) + kv.head_dim
+    return described(kv.payload.as_strided((len(kv.payload), columns), (row, 1)), shape.block_kv, shape.units)
 
 
 def _in_words(arguments: KvArguments, kv: KvLayer) -> KvArguments:

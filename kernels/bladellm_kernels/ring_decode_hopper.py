@@ -11,6 +11,7 @@ their states, and no kernel is behind this one for it. Where LATE, the kernel be
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from bladellm_kernels.decode_kv_triton import KvArguments, is_whole
 from bladellm_kernels.decode_queries_hopper import load_parts, turn_queries
@@ -36,6 +37,7 @@ from bladellm_kernels.early_launch import let_next_start, linger, stay_until, wa
 def ring_decode_kernel(
     q: gl.tuple,
     kv: gl.tuple,
+    boxes: tma.tensor_descriptor | None,
     base_rows: gl.tensor,
     slots: gl.tensor,
     kv_lens: gl.tensor,
@@ -55,8 +57,9 @@ def ring_decode_kernel(
     SETTLED: gl.constexpr,
     BESIDE: gl.constexpr,
 ) -> None:
-    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head. SETTLED: the
-    plan can be read at once. BESIDE: so can all else, and outputs of sequences without tokens are not this kernel's."""
+    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head. boxes: keys
+    and values as the copy engine reads them, if it does. SETTLED: the plan can be read at once. BESIDE: so can all
+    else, and outputs of sequences without tokens are not this kernel's."""
     LANES: gl.constexpr = SHAPE.lanes
     lane = gl.program_id(0) % LANES
     program = gl.program_id(0) // LANES
@@ -75,7 +78,7 @@ def ring_decode_kernel(
     gl.warp_specialize(
         [
             (_attend, (given, SHAPE, STAGES, JOINED, LATE, EARLY, BESIDE)),
-            (fetch_blocks, (ring, numbers, plan, work, window, SHAPE, STAGES, EARLY, BESIDE)),
+            (fetch_blocks, (ring, numbers, boxes, plan, work, window, SHAPE, STAGES, EARLY, BESIDE)),
         ],
         [PRODUCER_WARPS],
         [PRODUCER_REGISTERS],
@@ -115,7 +118,7 @@ def _attend(
     if JOINED and not BESIDE:
         LANES: gl.constexpr = SHAPE.lanes
         clear_empty(empties, empty, program, gl.num_programs(0) // LANES, out, target, SHAPE)
-    step = 0
+    stage, phase = 0, 0
     while block < end:
         next_first, next_last, next_span = load_sequence(plan, sequence + 1, last < end, head, window, SHAPE)
         next_parts = load_parts(q, plan, sequence + 1, last < end, head, target.row, SHAPE)
@@ -127,8 +130,11 @@ def _attend(
             state = new_state(SHAPE)
             for each in range(block + skipped, stop + skipped):
                 position = each * SHAPE.block_kv
-                state = add_block(state, ring, step, queries, span, position, target.row, window, SHAPE, STAGES)
-                step += 1
+                state = add_block(state, ring, stage, phase, queries, span, position, target.row, window, SHAPE)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
             whole = (block == first) & (stop == last) & is_whole(span, SHAPE)
             arrived = sequence * 0
             if JOINED:

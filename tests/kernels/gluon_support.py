@@ -15,6 +15,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
@@ -149,14 +150,19 @@ class Machine:
             work()
 
     def arrive_with_copies(self, place, increment_count: bool) -> None:
-        """All threads' arrivals, once the copies are there."""
-        assert not increment_count
+        """All threads' arrivals, once the copies are there, or as many more of those that a phase waits for."""
         group, self.group = self.group, []
+        barrier = self.engine.barriers[place.data.data_ptr()]
+        barrier.missing += increment_count
 
         def work() -> None:
             for copy in group:
                 copy()
-            self.engine.arrive(place, self.engine.barriers[place.data.data_ptr()].count)
+            if increment_count:
+                barrier.complete(1)
+                self.engine.progress()
+            else:
+                self.engine.arrive(place, barrier.count)
 
         self.engine.add(place, work)
 
@@ -269,7 +275,7 @@ class Machine:
             inline_asm_elementwise=self.assembly,
             constexpr=None, tensor=None, tuple=None, shared_memory_descriptor=None,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
-                             "DistributedLinearLayout", "SwizzledSharedLayout"), _nothing),
+                             "DistributedLinearLayout", "SwizzledSharedLayout", "SharedLinearLayout"), _nothing),
             NVMMASharedLayout=anything(get_default_for=_nothing),
         )  # fmt: skip
         engine = self.engine.names()
@@ -308,9 +314,12 @@ def _to(tensor: torch.Tensor, *arguments, bitcast: bool = False, **options) -> t
 
 
 def _pointers(value: object) -> object:
-    """Pointers for tensors, those of a named tuple too."""
+    """Pointers for tensors, what the copy engine reads for descriptors, those of tuples too, named or not."""
     if isinstance(value, tuple):
-        return type(value)(*map(_pointers, value))
+        inside = map(_pointers, value)
+        return type(value)(*inside) if hasattr(value, "_fields") else tuple(inside)
+    if isinstance(value, TensorDescriptor):
+        return Described(value.base)
     return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -130,6 +130,9 @@ LENS = [1, 0, 63, 64, 65, 200, 0, 16]
     ((8, 4, 32), 1, None, DecodeSchedule(16, 3, 4, 1, lane_heads=4), 3),
     ((4, 4, 16), 2, 40, DecodeSchedule(32, 2, 4, 1, lane_heads=2), 4),
     ((12, 4, 16), 1, None, DecodeSchedule(64, 2, 2, 1, lane_heads=2), 5),
+    ((4, 2, 64), 1, None, DecodeSchedule(64, 3, 4, 1), 5),
+    ((6, 2, 128), 3, None, DecodeSchedule(32, 2, 2, 1), 3),
+    ((2, 2, 128), 1, 33, DecodeSchedule(64, 1, 4, 1), 1),
 ])  # fmt: skip
 def test_every_token_is_attended_to(heads, query_len, window, schedule, programs, late_copies, monkeypatch):
     lens = [random.choice([0, length + query_len]) for length in LENS]
@@ -148,6 +151,24 @@ def test_every_format_in_python(format_name, late_copies, monkeypatch):
     schedule = random.choice([DecodeSchedule(64, 2, 4, 1), DecodeSchedule(32, 2, 4, 1, lane_heads=2)])
     out = run_in_python(case, schedule, None, 4, late_copies, monkeypatch)
     assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
+
+
+@pytest.mark.parametrize("growth", [0.02, 0.3, 3.0])
+def test_sums_follow_scores_that_grow(growth, monkeypatch):
+    """Little by little, or by more than what exponentials may exceed 1."""
+    case = decode_case("no_quant", torch.bfloat16, (4, 2, 64), [random.randint(200, 300)], granule_tokens=128)
+    grow(case, growth)
+    out = run_in_python(case, DecodeSchedule(64, 2, 4, 1), None, 2, False, monkeypatch)
+    assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.bfloat16)
+
+
+def grow(case: Case, growth: float) -> None:
+    """Make the first two numbers of queries 8, and those of keys such that scores grow by `growth` a token."""
+    case.q[..., :2] = 8
+    lens = case.kv_lens.tolist()
+    for base, length in zip(case.base_rows.tolist(), lens, strict=True):
+        steps = torch.arange(length, device=case.q.device)[:, None, None] * (growth / case.scale / 16)
+        case.kv.payload[base : base + length, 0, :, :2] = steps.to(case.q.dtype)
 
 
 def test_it_does_not_matter_which_program_comes_last(monkeypatch):
@@ -214,6 +235,8 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatc
     registers = int(re.search(r"\.maxnreg (\d+)", text)[1])
     assert registers * 32 * (schedule.warps + 4) * schedule.ctas_per_sm <= 65536
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
+    # Of whole blocks keys and values, each by two warps, whose lines of 128 bytes are two.
+    assert text.count("cp.async.bulk.tensor.2d") == (2 if format_name == "no_quant" else 0)
     # Consumers wait at once; producers for the newest tokens, and at their end.
     assert text.count("griddepcontrol.wait") == 3
     assert text.count("griddepcontrol.launch_dependents") == 1
@@ -297,6 +320,22 @@ def test_replays_give_the_same_bits_whoever_comes_last(format_name, heads, query
             assert_close(outs[0], expected, torch.bfloat16)
             assert all(torch.equal(out, outs[0]) for out in outs)
     assert not workspace.arrived.any(), "counters are left as they were found"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("growth", [0.0, 0.02, 0.3, 3.0])
+@pytest.mark.parametrize("format_name", ["no_quant", "int8", "fp8_e4m3"])
+def test_sums_follow_scores_that_grow_on_a_gpu(format_name, growth):
+    lens = [random.randint(1, 3000) for _ in range(40)]
+    case = decode_case(format_name, torch.bfloat16, (32, 8, 128), lens, "cuda", 256)
+    if format_name == "no_quant":
+        grow(case, growth)
+    else:
+        case.q.mul_(10 * growth)
+    work = DecodeWorkspace(torch.device("cuda"), 40, 32, 8, 128, 1, case.kv.format, torch.bfloat16).plan(case.kv_lens)
+    out = ragged_decode_attention(*case.memory, 3000, case.scale, work=work)
+    assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.bfloat16)
 
 
 @pytest.mark.gpu
