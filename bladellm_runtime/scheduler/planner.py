@@ -26,14 +26,17 @@ from bladellm_runtime.scheduler.roster import Roster
 from bladellm_runtime.scheduler.sequence import Sequence, State
 from bladellm_runtime.scheduler.step_cost import StepCost
 
+AHEAD_STEPS = 2
+"""Full steps of prompts that are let in ahead. With one, what is not mapped in time makes the next step a short one,
+which leaves the prompts behind it as little time, so that every other step is short from then on."""
 COUNTED_PROMPTS = 256
 """Queued prompts, the first ones, whose tokens are counted for a step: the others are taken to be as long."""
 
 
 @dataclass(slots=True)
 class Ahead:
-    """Who was let in for the next step already. limit: prompt tokens of a step, of which all that are let in ahead have
-    no more, but for the last. closed: whether nobody else begins in this step."""
+    """Who was let in for steps to come. limit: prompt tokens of a step, of `AHEAD_STEPS` of which all that are let in
+    ahead have no more, but for the last. closed: whether nobody else begins in this step."""
 
     limit: int = 0
     tokens: int = 0
@@ -41,7 +44,7 @@ class Ahead:
 
     @property
     def is_full(self) -> bool:
-        return self.tokens >= max(self.limit, 1)
+        return self.tokens >= AHEAD_STEPS * max(self.limit, 1)
 
     def add(self, tokens: int) -> None:
         """One with so many prompt tokens; nobody overtakes it."""
@@ -308,13 +311,14 @@ class Planner:
         return budget
 
     def _admit_ahead(self, plan: StepPlan, now: float) -> None:
-        """Let the head of the queue in although this step is full, if all that were let in before have a part in it,
-        and those behind it as far as a step goes: their memory is mapped while this one runs."""
-        roster = self._roster
-        if self._groups > 1 or any(seq.last_step < plan.step for seq in roster.prefilling):
+        """Let the head of the queue in although this step is full, and those behind it as far as the next steps go:
+        their memory is mapped while this one runs."""
+        if self._groups > 1:
             return
         self._ahead.closed = True
-        while roster.waiting and self._let_in(plan, now) is not None:
+        left = (policy.tokens_left(seq) for seq in self._roster.prefilling if seq.last_step < plan.step)
+        self._ahead.tokens += sum(left)
+        while self._roster.waiting and self._let_in(plan, now) is not None:
             pass
 
     def _add_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
