@@ -15,8 +15,8 @@ from bladellm_runtime.engine.sampling_state import LOGPROBS, Ints, SamplingState
 class CapturedSampling(Protocol):
     """From a step's logits to its tokens, in one or several *stages*: ways to launch it, each captured on its own.
 
-    tokens: int64 [largest size], what the last step sampled, as in `SampleOutputs`. logits: [largest size, vocabulary],
-    what the forward pass leaves for it, of the type it reads.
+    tokens: int64 [largest size], what the last step sampled, as in `SampleOutputs`. logits: [slots, vocabulary], what
+    the forward pass leaves for it, of the type it reads; steps that are not captured leave theirs there too.
     """
 
     stages: int
@@ -44,7 +44,7 @@ class GreedySampling:
         self._state = state
         self._last_token = last_token
         self.tokens = torch.zeros(max_size, dtype=torch.int64, device=last_token.device)
-        self.logits = torch.zeros(max_size, state.vocab_size, dtype=torch.float32, device=last_token.device)
+        self.logits = _logits(state, last_token, max_size, torch.float32)
 
     def stage(self, slots: Ints) -> int | None:
         return None if self._state.flags_of(slots) else 0
@@ -72,7 +72,7 @@ class KernelSampling:
         """Host memory that copies may still read: of more steps than can be in flight."""
         self.tokens = torch.zeros(max_size, dtype=torch.int64, device=last_token.device)
         self._feedback = torch.zeros_like(self.tokens)
-        self.logits = torch.zeros(max_size, state.vocab_size, dtype=dtype, device=last_token.device)
+        self.logits = _logits(state, last_token, max_size, dtype)
 
     def stage(self, slots: Ints) -> int | None:
         flags = self._state.flags_of(slots)
@@ -87,6 +87,11 @@ class KernelSampling:
         self._sampler.sample_rows(
             logits, rows, self.tokens[:count], self._feedback[:count], self._last_token, Stage(stage)
         )
+
+
+def _logits(state: SamplingState, last_token: Tensor, max_size: int, dtype: torch.dtype) -> Tensor:
+    rows = max(max_size, len(last_token) - 1)
+    return torch.zeros(rows, state.vocab_size, dtype=dtype, device=last_token.device)
 
 
 def captured_sampling(

@@ -60,12 +60,12 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
 
 
 def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """About what captured steps take: the largest one's activations, which all share, logits of the largest decode
-    step, parts of prefill attention, and CUDA's own of each."""
+    """About what captured steps take: the largest one's activations, which all share, logits of all slots, parts of
+    prefill attention, and CUDA's own of each."""
     sizes, mixed = graph_sizes(args), mixed_sizes(args)
     shared = [] if args.disable_prompt_cache else cascade_sizes(sizes)
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
-    logits = max(sizes, default=0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
+    logits = (args.slots if sizes else 0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
     # What the A of all slots leave of rows of decode steps.
     width += args.max_loras * MAX_SLICES * args.max_lora_rank if args.enable_lora else 0
     # Beside the activations, what the final norm leaves.

@@ -262,7 +262,8 @@ class ModelRunner:
             return self._finish(plan, flat, self._model.forward(inputs.batch), inputs)
         if self._sampler is None:
             return self._finish(plan, flat, self._model.decode(inputs.batch), inputs)
-        sample = partial(self._sample, self._model.decode(inputs.batch))
+        logits = self._model.decode(inputs.batch, self._logits_memory(flat.tokens))
+        sample = partial(self._sample, logits)
         return RunningStep(plan, sample, keep=[inputs])
 
     def _finish(self, plan: StepPlan, flat: FlatPlan, hidden: torch.Tensor, inputs: StepInputs | None) -> RunningStep:
@@ -271,9 +272,15 @@ class ModelRunner:
             self._stage.send(hidden)
             return RunningStep(plan, keep=[inputs, hidden])
         count = len(flat.sampling_rows)
-        sample = partial(self._sample, self._model.logits(hidden[:count]))
+        sample = partial(self._sample, self._model.logits(hidden[:count], self._logits_memory(count)))
         scored = score_prompts(self._model, hidden[count:], flat.scores) if flat.scores else []
         return RunningStep(plan, sample, scored=scored, keep=[inputs, hidden])
+
+    def _logits_memory(self, rows: int) -> torch.Tensor | None:
+        """Where the logits of an eager step go: where those of captured ones do. As memory of their own, of a few rows
+        more in every step, they leave pieces that no later step can use, until torch gives all of it back at once."""
+        sampling = None if self._graphs is None else self._graphs.sampling
+        return None if sampling is None else sampling.logits[:rows]
 
     def _replay(self, plan: StepPlan, graphs: StepGraphs, size: int, adapters: Ints | None) -> RunningStep:
         """The forward pass of decode rows, padded to `size`."""

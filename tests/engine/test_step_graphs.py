@@ -14,6 +14,7 @@ from bladellm_runtime.config import GIB, EngineArgs
 from bladellm_runtime.engine import build_runner
 from bladellm_runtime.engine.build import Engine, build_engine
 from bladellm_runtime.engine.captured_sampling import GreedySampling, KernelSampling
+from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
 from bladellm_runtime.engine.step_graphs import StepGraph, StepGraphs
 from bladellm_runtime.request import SamplingParams
@@ -264,6 +265,24 @@ def test_captured_and_eager_steps_take_turns(demo_model):
     with captured_llm(
         str(demo_model), capture := Again(), dtype="float32", device="cpu", kv_cache_gib=0.1, **options
     ) as llm:
+        places = sampled_from(llm._engine.core._runner)
         outputs = llm.generate(PROMPTS[:7], greedy_params())
         assert 0 < capture.replays < 2 * llm.stats().steps
+        memory = llm._engine.core._runner._graphs.sampling.logits
+    assert places
+    assert set(places) == {(memory.data_ptr(), memory.dtype)}, "an eager step has logits of its own"
     assert_equal(demo_model, PROMPTS[:7], [output.outputs[0].token_ids for output in outputs])
+
+
+def sampled_from(runner: ModelRunner) -> list[tuple[int, torch.dtype]]:
+    """Where the logits of eager steps lie, one by one."""
+    places: list[tuple[int, torch.dtype]] = []
+    sample = runner._sample
+
+    def note(logits, step, masks) -> None:
+        if len(logits):
+            places.append((logits.data_ptr(), logits.dtype))
+        sample(logits, step, masks)
+
+    runner._sample = note
+    return places
