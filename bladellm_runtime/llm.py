@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
@@ -17,12 +18,16 @@ from bladellm_runtime.garbage import objects_kept
 from bladellm_runtime.guided.constraint import constraint_of
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams, check_cache_salt
 from bladellm_runtime.text.stream import TextDelta, TextStream
-from bladellm_runtime.text.tokenizer import Tokenizer
+from bladellm_runtime.text.tokenizer import Tokenizer, check_text
 from bladellm_runtime.wire.messages import AddRequest, Delta, EngineStats, TokenLogprobs, one_by_one
 
 PREPARING_SECONDS = 0.001
 """How long to leave the processor to threads that compile constraints and load adapters, before looking whether they
 are done."""
+
+QUEUED_TOKENS = 32_768
+"""Prompt tokens that wait in the engine, at least, while there are more: four full steps. Making the requests of
+others, tokenizing above all, falls into the time of steps then."""
 
 OFFLINE_REQUESTS = 512
 """Twice as many as by default: on an H200 11,400 tokens/s of Llama-3.1-8B (512 in, 256 out), not 11,000."""
@@ -54,10 +59,26 @@ class GenerateOutput:
 
 
 @dataclass(slots=True)
+class _Call:
+    """A call of `generate`: what all its requests have, what is still to be asked for, and the requests under way."""
+
+    salt: str
+    constraint: Constraint | None
+    asked: deque[tuple[str | list[int], SamplingParams, str]]
+    requests: set[int] = field(default_factory=set)
+    waiting: int = 0
+    """Prompt tokens of requests of which nothing has come yet."""
+
+
+@dataclass(slots=True)
 class _Choice:
+    """waiting: tokens of its prompt, until something of it has come."""
+
+    call: _Call
     stream: TextStream
     output: GenerateOutput
     completion: Completion
+    waiting: int
 
 
 def offline_args(model: str, options: dict[str, Any]) -> EngineArgs:
@@ -92,6 +113,7 @@ class LLM:
         if self.args.load_format != "dummy":
             self.tokenizer.check_vocabulary(self.ready.vocab_size)
         self._next_id = 0
+        self._choices: dict[int, _Choice] = {}
 
     def generate(
         self,
@@ -115,70 +137,90 @@ class LLM:
         Raises `ParameterError` for a prompt that is neither text nor token ids, before anything is run; one that is
         empty or too long is the `error` of its completions.
         """
+        guided = {"guided_json": guided_json, "guided_regex": guided_regex, "guided_grammar": guided_grammar}
+        call = self._call(prompts, params, cache_salt, lora, guided | {"guided_choice": guided_choice})
+        # A walk through all that torch has made takes as long as several steps.
+        with objects_kept():
+            return list(self._answer(call))
+
+    def generate_each(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora: str | Path | Sequence[str | Path | None] | None = None,
+    ) -> Iterator[GenerateOutput]:
+        """As `generate`, one output after the other, each when it and those before it are complete. What has not been
+        asked for when the iterator is closed is given up."""
+        return self._answer(self._call(prompts, params, cache_salt, lora, {}))
+
+    def _call(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | None,
+        lora: str | Path | Sequence[str | Path | None] | None,
+        guided: dict[str, Any],
+    ) -> _Call:
+        """What is asked for, checked."""
         salt = "" if cache_salt is None else check_cache_salt(cache_salt)
-        choice = None if guided_choice is None else list(guided_choice)
-        given = {"guided_json": guided_json, "guided_regex": guided_regex, "guided_grammar": guided_grammar}
-        constraint = constraint_of(given | {"guided_choice": choice})
+        choice = guided.get("guided_choice")
+        constraint = constraint_of(guided | {"guided_choice": None if choice is None else list(choice)})
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts need as many SamplingParams, got {len(each)}")
         adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str | Path) else list(lora)
         if len(adapters) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts need as many adapters in lora, got {len(adapters)}")
-        ids = [self._token_ids(prompt) for prompt in prompts]
-        outputs = [GenerateOutput(prompt, tokens, []) for prompt, tokens in zip(prompts, ids, strict=True)]
-        choices: dict[int, _Choice] = {}
+        return _Call(salt, constraint, deque(zip(map(_checked, prompts), each, map(_resolved, adapters), strict=True)))
+
+    def _answer(self, call: _Call) -> Iterator[GenerateOutput]:
+        """The outputs of a call, in order. Its requests are made beside steps, when few are left that wait."""
+        line: deque[GenerateOutput] = deque()
         try:
-            # A walk through all that torch has made takes as long as several steps.
-            with objects_kept():
-                for one in zip(outputs, each, map(_resolved, adapters), strict=True):
-                    self._add(*one, salt, constraint, choices)
-                self._run(choices)
-        except BaseException:
+            while call.asked or line:
+                while call.asked and call.waiting < QUEUED_TOKENS:
+                    line.append(self._add(call, *call.asked.popleft()))
+                while line and all(completion.finish_reason is not None for completion in line[0].outputs):
+                    yield line.popleft()
+                if call.requests:
+                    if self._engine.core.preparing:
+                        time.sleep(PREPARING_SECONDS)
+                    self._dispatch(self._engine.core.step())
+        finally:
             # Whatever stopped the call: the next one must not go on with its requests.
-            self._engine.core.abort(list(choices))
-            raise
-        return outputs
+            self._engine.core.abort(list(call.requests))
+            for request_id in call.requests:
+                self._choices.pop(request_id, None)
 
-    def _run(self, choices: dict[int, _Choice]) -> None:
-        """Step until all choices have ended."""
-        while choices:
-            if self._engine.core.preparing:
-                time.sleep(PREPARING_SECONDS)
-            self._dispatch(self._engine.core.step(), choices)
-
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        try:
-            return [index(token) for token in prompt]
-        except TypeError:
-            raise ParameterError("each prompt must be a string or a list of token ids", "prompt") from None
-
-    def _add(
-        self,
-        output: GenerateOutput,
-        params: SamplingParams,
-        adapter: str,
-        salt: str,
-        constraint: Constraint | None,
-        choices: dict[int, _Choice],
-    ) -> None:
+    def _add(self, call: _Call, prompt: str | list[int], params: SamplingParams, adapter: str) -> GenerateOutput:
+        """Make the requests of a prompt."""
         seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        ids = output.prompt_token_ids
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        output = GenerateOutput(prompt, ids, [])
         for choice in range(params.n):
             self._next_id += 1
-            request = AddRequest(self._next_id, ids, seeded, choice, time.monotonic(), salt, constraint, adapter)
+            arrival = time.monotonic()
+            request = AddRequest(self._next_id, ids, seeded, choice, arrival, call.salt, call.constraint, adapter)
             completion = Completion(logprobs=None if params.logprobs is None else [])
             output.outputs.append(completion)
-            choices[self._next_id] = _Choice(TextStream(self.tokenizer, request), output, completion)
-            self._dispatch(self._engine.core.add(request), choices)
+            stream = TextStream(self.tokenizer, request)
+            self._choices[self._next_id] = _Choice(call, stream, output, completion, len(ids))
+            call.requests.add(self._next_id)
+            call.waiting += len(ids)
+            self._dispatch(self._engine.core.add(request))
+        return output
 
-    def _dispatch(self, deltas: Sequence[Delta], choices: dict[int, _Choice]) -> None:
+    def _dispatch(self, deltas: Sequence[Delta]) -> None:
+        """Hand what has come to the calls that wait for it."""
         for delta in one_by_one(deltas):
-            choice = choices.get(delta.request_id)
+            choice = self._choices.get(delta.request_id)
             if choice is None:
                 continue
+            call = choice.call
+            if choice.waiting:
+                call.waiting, choice.waiting = call.waiting - choice.waiting, 0
             if delta.prompt_logprobs is not None:
                 choice.output.prompt_logprobs = delta.prompt_logprobs
             # The other choices of a prompt find in the cache what the first has computed.
@@ -188,7 +230,8 @@ class LLM:
             _extend(choice.completion, text)
             choice.completion.message = delta.message
             if text.finish is not None:
-                del choices[delta.request_id]
+                del self._choices[delta.request_id]
+                call.requests.discard(delta.request_id)
                 if choice.stream.stopped_early:
                     self._engine.core.abort([delta.request_id])
 
@@ -207,6 +250,16 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _checked(prompt: str | list[int]) -> str | list[int]:
+    """A prompt that can be made a request. Raises `ParameterError`."""
+    if isinstance(prompt, str):
+        return check_text(prompt, "prompt")
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise ParameterError("each prompt must be a string or a list of token ids", "prompt") from None
 
 
 def _resolved(adapter: str | Path | None) -> str:

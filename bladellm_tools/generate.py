@@ -13,6 +13,7 @@ import msgspec
 from bladellm_runtime import LLM
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import ConfigError, ParameterError
+from bladellm_runtime.garbage import objects_kept
 from bladellm_runtime.llm import Completion, GenerateOutput
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import EngineStats, TokenLogprobs
@@ -26,8 +27,6 @@ REASONS = {
     "invalid_logits": "the model computed logits that are not numbers; try --dtype float32, or download it again",
 }
 """Why a prompt was not answered, by the engine's codes that come without a sentence."""
-WINDOW = 4096
-"""Prompts handed to the engine at once: answers are written, and survive a crash, a window at a time."""
 
 
 def run(args: GenerateArgs, engine: EngineArgs) -> int:
@@ -60,14 +59,13 @@ def sampling_params(args: GenerateArgs) -> SamplingParams:
 
 
 def answer(llm: LLM, prompts: list[PromptLine], params: SamplingParams, file: Output) -> list[tuple[int, str]]:
-    """Generate and write all answers; returns (line, error) of those that failed."""
+    """Generate all answers, and write each when it and those before it are complete; returns (line, error) of those
+    that failed."""
     failures: list[tuple[int, str]] = []
-    for start in range(0, len(prompts), WINDOW):
-        window = prompts[start : start + WINDOW]
-        outputs = llm.generate([item.prompt for item in window], params)
-        pairs = list(zip(window, outputs, strict=True))
-        file.write(to_json(item, output) for item, output in pairs)
-        failures += [(item.line, reason(choice)) for item, output in pairs for choice in output.outputs if choice.error]
+    with objects_kept():
+        for item, output in zip(prompts, llm.generate_each([item.prompt for item in prompts], params), strict=True):
+            file.write([to_json(item, output)])
+            failures += [(item.line, reason(choice)) for choice in output.outputs if choice.error]
     return failures
 
 

@@ -16,6 +16,7 @@ from step_timing import engine_as_served
 
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import Engine
+from bladellm_runtime.llm import QUEUED_TOKENS
 from bladellm_runtime.request import SamplingParams
 from bladellm_runtime.wire.messages import AddRequest, one_by_one
 
@@ -38,14 +39,19 @@ def measure(engine: Engine, requests: int, prompt_len: int, tokens: int, seed: i
 
 
 def generate(engine: Engine, requests: int, prompt_len: int, tokens: int, seed: int) -> tuple[float, int]:
-    """Seconds and generated tokens of random prompts, greedily answered to the asked length."""
+    """Seconds and generated tokens of random prompts, greedily answered to the asked length. They are handed to the
+    engine as `LLM.generate` does it."""
     prompts = np.random.default_rng(seed).integers(0, engine.ready.vocab_size, (requests, prompt_len)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     start, made = time.perf_counter(), 0
-    for index, prompt in enumerate(prompts):
-        engine.core.add(AddRequest(FIRST_ID + index, prompt, params, 0, time.monotonic()))
-    while not engine.core.idle:
-        made += sum(len(delta.tokens) for delta in one_by_one(engine.core.step()))
+    asked, begun = 0, set[int]()
+    while asked < requests or not engine.core.idle:
+        while asked < requests and (asked - len(begun)) * prompt_len < QUEUED_TOKENS:
+            engine.core.add(AddRequest(FIRST_ID + asked, prompts[asked], params, 0, time.monotonic()))
+            asked += 1
+        for delta in one_by_one(engine.core.step()):
+            begun.add(delta.request_id)
+            made += len(delta.tokens)
     return time.perf_counter() - start, made
 
 

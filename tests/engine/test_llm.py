@@ -1,5 +1,7 @@
 """What `LLM` makes of its options."""
 
+import random
+
 import pytest
 import torch
 
@@ -64,6 +66,61 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(demo_model, monkeypat
         assert (llm.stats().waiting, llm.stats().running) == (0, 0)
         assert len(llm.generate(["The"], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
         assert llm.stats().kv_granules_used == 0
+
+
+SMALL = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.05, "max_running_requests": 3}
+
+
+def test_requests_are_made_as_the_queue_gets_short(demo_model, monkeypatch):
+    """And have the answers that they have when all are there at once; prompts of which nothing comes do not count."""
+    prompts = [[5 + (7 * number + place) % 200 for place in range(random.randint(1, 9))] for number in range(40)]
+    prompts[3], prompts[20] = [], [10**9]
+    each = [SamplingParams(temperature=0.0, max_tokens=random.randint(1, 9), n=random.choice([1, 2])) for _ in prompts]
+    with LLM(str(demo_model), **SMALL) as llm:
+        expected = llm.generate(prompts, each)
+        monkeypatch.setattr("bladellm_runtime.llm.QUEUED_TOKENS", 20)
+        most, add = 0, llm._engine.core.add
+
+        def watched(request):
+            nonlocal most
+            most = max(most, llm.stats().waiting)
+            return add(request)
+
+        monkeypatch.setattr(llm._engine.core, "add", watched)
+        found = llm.generate(prompts, each)
+    assert 0 < most <= 20
+    assert [output.outputs[0].error for output in found] == [output.outputs[0].error for output in expected]
+    assert [[one.token_ids for one in output.outputs] for output in found] == [
+        [one.token_ids for one in output.outputs] for output in expected
+    ]
+
+
+def test_outputs_come_in_order_while_others_run(demo_model):
+    lengths = [1, 3, 40, 2, 20]
+    each = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    with LLM(str(demo_model), **SMALL) as llm:
+        found, running = [], []
+        for output in llm.generate_each(["The"] * len(lengths), each):
+            found.append(len(output.outputs[0].token_ids))
+            running.append(llm.stats().running)
+        assert found == lengths
+        assert running[0] > 0
+        assert running[-1] == 0
+
+
+def test_calls_may_take_turns_and_be_left(demo_model):
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(str(demo_model), **SMALL) as llm:
+        expected = {text: llm.generate([text], greedy)[0].outputs[0].token_ids for text in ("The", "It", "A")}
+        first, second, third = (llm.generate_each([text] * 4, greedy) for text in expected)
+        found = [next(first), next(second), next(third), next(first)]
+        third.close()
+        found += [*second, *first]
+        assert [output.outputs[0].token_ids for output in found] == [expected[output.prompt] for output in found]
+        assert sorted(output.prompt for output in found) == ["A"] + ["It"] * 4 + ["The"] * 4
+        assert (llm.stats().waiting, llm.stats().running, llm.stats().kv_granules_used) == (0, 0, 0)
+        with pytest.raises(ParameterError, match="prompt"):
+            llm.generate_each(["The", None], greedy)
 
 
 def test_prompts_late_for_a_target_are_answered_all_the_same(demo_model):
