@@ -22,10 +22,6 @@ from bladellm_runtime.kv.spec import KvSpec
 
 logger = logging.getLogger(__name__)
 
-SHOWN_TOGETHER = 8
-"""Granules beside each other that one job shows, at most: what may be touched is said once for all of them, which takes
-the driver as long as for one, and two or three times as long as mapping it."""
-
 
 class Pending(NamedTuple):
     """A job that changes what a slot shows from position `start` on, to what is in `block` or to nothing (-1).
@@ -42,10 +38,10 @@ class CudaArena(GranuleArena):
     """Every group reserves the addresses of all slots at full length; slot s starts `s * max_tokens` rows behind a
     guard of one granule, for ever.
 
-    `submit` enters a plan in the table and leaves the driver's calls to a thread, as jobs: one for each block, or for
-    some granules beside each other, that a slot is to show, and one for each block to be taken otherwise than before.
-    Those that the step's rows and moves enter go first, whatever plan they came with, and `wait` waits for these alone.
-    Contents are moved where all granules are mapped side by side (`CudaMemory.homes`).
+    `submit` enters a plan in the table and leaves the driver's calls to a thread, as jobs: one for each granule or
+    block that a slot is to show, and one for each block to be taken otherwise than before. Those that the step's rows
+    and moves enter go first, whatever plan they came with, and `wait` waits for these alone. Contents are moved where
+    all granules are mapped side by side (`CudaMemory.homes`).
     """
 
     sticky: ClassVar[bool] = True
@@ -133,19 +129,11 @@ class CudaArena(GranuleArena):
 
     def _show(self, view: Show) -> None:
         count = self.spec.block_granules if view.whole else 1
-        places = range(0, len(view.granules), count)
-        units = [View(view.slot, view.position + place, view.granules[place], count) for place in places]
-        together = 1 if view.whole else SHOWN_TOGETHER
-        for first in range(0, len(units), together):
-            self._show_together(units[first : first + together], view)
-
-    def _show_together(self, units: list[View], view: Show) -> None:
-        """Have a job show units that lie beside each other, part of a view."""
-        blocks = [unit.granule // self.spec.block_granules for unit in units]
-        conversions = [self._conversion(block, view.whole) for block in dict.fromkeys(blocks)]
-        work = _shown(self._memory, units, [job for job in conversions if job is not None])
-        job = self._mapper.submit(work, [("slot", view.slot)], [("block", block) for block in blocks])
-        for unit, block in zip(units, blocks, strict=True):
+        for index in range(0, len(view.granules), count):
+            unit = View(view.slot, view.position + index, view.granules[index], count)
+            block = unit.granule // self.spec.block_granules
+            work = _shown(self._memory, unit, self._conversion(block, view.whole))
+            job = self._mapper.submit(work, [("slot", unit.slot)], [("block", block)])
             self._pending.append(Pending(job, unit.slot, unit.start, view.position, block))
 
     def _hide(self, slot: int, keep: int) -> None:
@@ -240,15 +228,13 @@ def _written(plan: MemoryPlan) -> list[int]:
     return targets + [move.granule for move in plan.moves if isinstance(move, SwapIn)]
 
 
-def _shown(memory: CudaMemory, units: Sequence[View], conversions: Sequence[Job]) -> Iterator[bool]:
-    """Show granules beside each other, or a block, which must have been converted as they should."""
-    failed = next((job.error for job in conversions if job.error is not None), None)
-    if failed is not None:
+def _shown(memory: CudaMemory, view: View, conversion: Job | None) -> Iterator[bool]:
+    """Show a granule or a block, which must have been converted as it should."""
+    if conversion is not None and conversion.error is not None:
         # A block shown whole before would otherwise be in the way of the views that come next.
-        for unit in units:
-            yield from memory.clear(unit)
-        raise failed
-    yield from memory.show(units)
+        yield from memory.clear(view)
+        raise conversion.error
+    yield from memory.show(view)
 
 
 def _release(mapper: Mapper, memory: CudaMemory) -> None:

@@ -38,15 +38,17 @@ class MemoryDriver(Protocol):
     def release(self, handle: int) -> None:
         """Give physical memory back, which is mapped nowhere any more."""
 
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Show all of a handle, `size` bytes, at reserved addresses where nothing is mapped, to read and write."""
+
     def place(self, address: int, size: int, handle: int) -> None:
-        """Show all of a handle, `size` bytes, at reserved addresses where nothing is mapped; not to be read or written
-        before `allow`."""
+        """The same, but not to be read or written before `allow`."""
 
     def allow(self, address: int, size: int) -> None:
         """Let what `place` has put at these addresses be read and written; none of them may be without memory."""
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo one `place`, all of it."""
+        """Undo one `map` or `place`, all of it."""
 
     def zero(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Begin to fill mapped (address, size) ranges with zeros."""
@@ -97,6 +99,14 @@ class CudaDriver:
 
     def release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        self.place(address, size, handle)
+        try:
+            self.allow(address, size)
+        except (MemoryError, OSError):
+            self.unmap(address, size)
+            raise
 
     def place(self, address: int, size: int, handle: int) -> None:
         self._call("cuMemMap", address, size, 0, handle, 0)
@@ -158,9 +168,8 @@ def probe(driver: MemoryDriver, device: torch.device) -> None:
         handle = driver.create(size)
         undo.callback(driver.release, handle)
         for address in (first, first + size):
-            driver.place(address, size, handle)
+            driver.map(address, size, handle)
             undo.callback(driver.unmap, address, size)
-        driver.allow(first, 2 * size)
         both = bytes_at(first, 2 * size, device)
         driver.zero([(first, size)])
         driver.synchronize()

@@ -26,9 +26,7 @@ class CudaMappings:
         """Put new memory at an address, to be touched after the driver's `allow`; returns its handle."""
         handle = self._create(size)
         try:
-            start = time.perf_counter()
-            self.driver.place(address, size, handle)
-            self.stats.mapped(time.perf_counter() - start)
+            self._timed(self.driver.place, address, size, handle)
         except BaseException:
             self.driver.release(handle)
             raise
@@ -41,18 +39,13 @@ class CudaMappings:
         finally:
             self.driver.release(handle)
 
-    def show(self, undo: ExitStack, address: int, size: int, handle: int, allow_from: int | None) -> None:
-        """Put all of a handle at an address; allow_from: let all from there on be touched, or leave that to a later
-        call."""
-        start = time.perf_counter()
-        self.driver.place(address, size, handle)
+    def map(self, undo: ExitStack, address: int, size: int, handle: int) -> None:
+        """Show all of a handle at an address."""
+        self._timed(self.driver.map, address, size, handle)
         undo.callback(self.unmap, address, size)
-        if allow_from is not None:
-            self.driver.allow(allow_from, address + size - allow_from)
-        self.stats.mapped(time.perf_counter() - start)
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo one `show`."""
+        """Undo one `map`."""
         self.driver.unmap(address, size)
         self.stats.unmaps += 1
 
@@ -63,6 +56,12 @@ class CudaMappings:
         except MemoryError:
             self._reclaim()
             return self.driver.create(size)
+
+    def _timed(self, call: Callable[[int, int, int], None], address: int, size: int, handle: int) -> None:
+        """Make one mapping."""
+        start = time.perf_counter()
+        call(address, size, handle)
+        self.stats.mapped(time.perf_counter() - start)
 
     def note(self, start: float, kind: str) -> None:
         """Something of a kind has been done since `start`."""

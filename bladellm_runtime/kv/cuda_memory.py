@@ -1,7 +1,7 @@
 """`CudaMemory`: physical CUDA memory of a KV cache and its mappings. Knows granules and slots, but no tensors."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from bladellm_runtime.kv.arena import ArenaStats
@@ -49,34 +49,23 @@ class CudaMemory:
         self.homes = self._blocks.homes
         self._mappings.stats = stats
 
-    def show(self, views: Sequence[View]) -> Iterator[bool]:
-        """Map views that lie beside each other in every group, in place of what is there. Their blocks must be ready
-        for it.
+    def show(self, view: View) -> Iterator[bool]:
+        """Map a view in every group, in place of what is there. Its block must be ready for it.
 
-        After `MemoryError` or `OSError` the positions show nothing, but for what they showed already. Raises
-        `ValueError` where that would cut a block in two that the slot shows whole.
+        After `MemoryError` or `OSError` the positions show nothing. Raises `ValueError` where that would cut a block in
+        two that the slot shows whole.
         """
-        start = time.perf_counter()
-        missing = [view for view in views if view not in self._views]
-        if not missing:
+        if view in self._views:
             return
-        for view in missing:
-            yield from self.clear(view)
+        start = time.perf_counter()
+        yield from self.clear(view)
         with ExitStack() as undo:
-            for group in range(len(self._sizes)):
-                yield from self._map(undo, group, missing)
+            for address, size, handles in zip(self._addresses(view), self._sizes, self._blocks.handles, strict=True):
+                self._mappings.map(undo, address, view.length * size, handles[view.granule])
+                yield False
             undo.pop_all()
-        for view in missing:
-            self._views.add(view)
+        self._views.add(view)
         self._mappings.note(start, "show")
-
-    def _map(self, undo: ExitStack, group: int, views: Sequence[View]) -> Iterator[bool]:
-        """Map views in a group, and let all from the first to the last be touched: what lies between is in view."""
-        places = [self._extent(group, view) for view in views]
-        for view, (address, size) in zip(views, places, strict=True):
-            allow_from = places[0][0] if view is views[-1] else None
-            self._mappings.show(undo, address, size, self._blocks.handles[group][view.granule], allow_from)
-            yield False
 
     def clear(self, view: View) -> Iterator[bool]:
         """Unmap what is in the place of a view. Raises `ValueError` as `show`."""
@@ -126,10 +115,10 @@ class CudaMemory:
         another job."""
         self._views.remove(view)
         with ExitStack() as rest:
-            for group in range(len(self._sizes)):
-                rest.callback(self._mappings.unmap, *self._extent(group, view))
+            for address, size in zip(self._addresses(view), self._sizes, strict=True):
+                rest.callback(self._mappings.unmap, address, view.length * size)
 
-    def _extent(self, group: int, view: View) -> tuple[int, int]:
-        """Where a view begins in a group, and its bytes."""
-        size = self._sizes[group]
-        return self.slots[group] + (view.slot * self._slot_granules + view.start) * size, view.length * size
+    def _addresses(self, view: View) -> list[int]:
+        """Where a view begins in each group."""
+        place = view.slot * self._slot_granules + view.start
+        return [start + place * size for start, size in zip(self.slots, self._sizes, strict=True)]

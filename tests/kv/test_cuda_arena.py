@@ -11,7 +11,6 @@ from bladellm_kernels.kv_format import KV_FORMATS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bladellm_runtime.kv import cuda_arena
 from bladellm_runtime.kv.arena import KEPT_DURATIONS, ArenaStats, KvShape
 from bladellm_runtime.kv.cuda_arena import CudaArena
 from bladellm_runtime.kv.cuda_driver import CudaDriver
@@ -101,29 +100,7 @@ def test_granules_of_a_split_block_are_not_split_again(arena, cuda):
     run_plan(arena, [Show(0, 0, [5])])
     driver_calls(cuda)
     run_plan(arena, [Show(0, 1, [4, 7]), Show(1, 0, [5, 6])])
-    # Granules that a slot shows beside each other may be touched by one call a group.
-    assert driver_calls(cuda) == {"cuMemMap": GROUPS * 4, "cuMemSetAccess": GROUPS * 2}
-
-
-def test_granules_around_those_in_view_may_be_touched_by_one_call_a_group(arena, cuda):
-    run_plan(arena, [Show(0, 0, [4, 5, 9, 7])])
-    write(arena, 0, 0, np.arange(1, 4 * arena.spec.granule_tokens + 1))
-    driver_calls(cuda)
-    run_plan(arena, [Show(1, 0, [9, 5, 4]), Show(0, 0, [7, 5, 9, 4])])
-    assert driver_calls(cuda) == {"cuMemUnmap": GROUPS * 2, "cuMemMap": GROUPS * 5, "cuMemSetAccess": GROUPS * 2}
-    parts = np.arange(1, 4 * arena.spec.granule_tokens + 1).reshape(4, -1)
-    assert_holds(arena, 0, parts[[3, 1, 2, 0]].reshape(-1))
-    assert_holds(arena, 1, parts[[2, 1, 0]].reshape(-1))
-
-
-def test_many_granules_are_shown_some_at_a_time(monkeypatch, arena, cuda):
-    """So that a chunk of a prompt need not wait for the memory of all of it."""
-    monkeypatch.setattr(cuda_arena, "SHOWN_TOGETHER", 3)
-    run_plan(arena, [Show(1, 0, [4, 8])])
-    driver_calls(cuda)
-    run_plan(arena, [Show(0, 0, [4, 5, 6, 7, 8, 9, 10])])
-    assert driver_calls(cuda) == {"cuMemMap": GROUPS * 7, "cuMemSetAccess": GROUPS * 3}
-    assert mapped_granules(arena, cuda, 0) == [7, 7]
+    assert driver_calls(cuda) == {"cuMemMap": GROUPS * 4, "cuMemSetAccess": GROUPS * 4}
 
 
 def test_a_plan_may_take_a_block_both_ways(arena, cuda):

@@ -26,9 +26,8 @@ def driver(cuda):
 def test_memory_is_mapped_read_and_given_back(driver):
     start = driver.reserve(4 * PAGE)
     handles = driver.create(PAGE), driver.create(2 * PAGE)
-    driver.place(start + PAGE, PAGE, handles[0])
-    driver.place(start + 2 * PAGE, 2 * PAGE, handles[1])
-    driver.allow(start + PAGE, 3 * PAGE)
+    driver.map(start + PAGE, PAGE, handles[0])
+    driver.map(start + 2 * PAGE, 2 * PAGE, handles[1])
     rows = bytes_at(start + PAGE, 3 * PAGE, CPU)
     assert (rows == 255).all()
     driver.zero([(start + PAGE, PAGE), (start + 3 * PAGE, PAGE)])
@@ -40,21 +39,13 @@ def test_memory_is_mapped_read_and_given_back(driver):
     driver.free(start, 4 * PAGE)
 
 
-def refused_access(driver, start, handle):
-    driver.place(start, PAGE, handle)
-    try:
-        driver.allow(start, PAGE)
-    finally:
-        driver.unmap(start, PAGE)
-
-
 @pytest.mark.parametrize(
     ("call", "use"),
     [
         ("cuMemAddressReserve", lambda driver, start, handle: driver.reserve(PAGE)),
         ("cuMemCreate", lambda driver, start, handle: driver.create(PAGE)),
-        ("cuMemMap", lambda driver, start, handle: driver.place(start, PAGE, handle)),
-        ("cuMemSetAccess", refused_access),
+        ("cuMemMap", lambda driver, start, handle: driver.map(start, PAGE, handle)),
+        ("cuMemSetAccess", lambda driver, start, handle: driver.map(start, PAGE, handle)),
         ("cuCtxSynchronize", lambda driver, start, handle: driver.synchronize()),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bladellm_runtime.engine.core import EngineCore
-from bladellm_runtime.kv import cuda_arena, mapper
+from bladellm_runtime.kv import mapper
 from bladellm_runtime.kv.accounting import KvAccounting
 from bladellm_runtime.kv.operations import Copy, Hide, MemoryPlan, Rows, Show, SwapIn, SwapOut
 from bladellm_runtime.request import SamplingParams
@@ -133,22 +133,6 @@ def test_a_chunk_does_not_wait_for_the_memory_behind_it(arena, cuda):
     write(arena, 0, 4 * tokens, np.arange(1, 2))
 
 
-def test_a_chunk_waits_for_some_granules_behind_it_at_most(monkeypatch, arena, cuda):
-    """Those that are shown together with its own."""
-    monkeypatch.setattr(cuda_arena, "SHOWN_TOGETHER", 2)
-    tokens = arena.spec.granule_tokens
-    run_plan(arena, [Show(1, 0, [1, 4, 8, 12])])  # so that no block is to be split
-    cuda.gate = True
-    step(arena, [Show(0, 0, [0, 5, 9, 13])], rows=[(0, 0, tokens)])
-    cuda.allow(2 * GROUPS)
-    arena.wait()
-    assert (arena.is_shown(0, 2), arena.is_shown(0, 3)) == (True, False)
-    write(arena, 0, 0, np.arange(1, 2 * tokens + 1))
-    cuda.open()
-    run_plan(arena)
-    assert arena.is_shown(0, 4)
-
-
 def test_a_step_waits_for_what_an_earlier_plan_had_ahead_for_it(arena, cuda):
     """And for what comes before that in the same slot and block, even a conversion, but for nothing else."""
     cuda.gate = True
@@ -187,7 +171,7 @@ def test_after_a_hold_the_views_of_a_plan_come_before_what_was_ahead(arena, cuda
     arena.hold()
     cuda.gate = True
     step(arena, ahead=[Show(0, 0, [0]), Show(3, 0, [3])], rows=[(1, 0, 1)])
-    step(arena, [Show(2, 0, [9]), Show(2, 1, [10])], rows=[(1, 1, 1)], ahead=[Show(0, 1, [2])])
+    step(arena, [Show(2, 0, [9, 10])], rows=[(1, 1, 1)], ahead=[Show(0, 1, [2])])
     arena.wait()
     assert not any(arena.is_shown(slot, 1) for slot in (0, 2, 3))
     assert arena.is_shown(1, 1)
