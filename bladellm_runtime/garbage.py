@@ -24,15 +24,17 @@ def keep_objects() -> None:
 
 @contextmanager
 def objects_kept() -> Iterator[None]:
-    """The same for a while, in a process that is somebody else's, and without the collection before it. What was kept
-    before is afterwards; who has set Python's collector to run more seldom, or never, is not overruled."""
-    thresholds, kept_before = gc.get_threshold(), gc.get_freeze_count()
-    gc.freeze()
+    """The same for a while, in a process that is somebody else's, and without the collection before it. Where that one
+    keeps objects itself no others are: they could not be given free apart from these. Who has set Python's collector to
+    run more seldom, or never, is not overruled."""
+    thresholds, keeps = gc.get_threshold(), gc.get_freeze_count() == 0
+    if keeps:
+        gc.freeze()
     if 0 < thresholds[0] < COLLECT_AFTER:
         collect_seldom()
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if not kept_before:
+        if keeps:
             gc.unfreeze()

@@ -50,7 +50,9 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     tokens = args.step_tokens
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
-    logits = 3 * min(tokens, args.slots) * spec.vocab_size * 4
+    # Those of all slots that captured steps have (`graph_bytes`) are other steps' too.
+    copies = 2 if graph_sizes(args) else 3
+    logits = copies * min(tokens, args.slots) * spec.vocab_size * 4
     # What the A of adapters leave of tokens, and of decode rows those of all slots.
     rows = min(tokens, args.slots) * args.max_loras * max(dtype.itemsize, 2)
     adapters = (TILE_PARTS * tokens * 4 + rows) * MAX_SLICES * args.max_lora_rank if args.enable_lora else 0
@@ -65,7 +67,8 @@ def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     sizes, mixed = graph_sizes(args), mixed_sizes(args)
     shared = [] if args.disable_prompt_cache else cascade_sizes(sizes)
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
-    logits = (args.slots if sizes else 0) * spec.vocab_size * (torch.float32.itemsize + dtype.itemsize)
+    rows = max(sizes, default=0) * torch.float32.itemsize + (args.slots if sizes else 0) * dtype.itemsize
+    logits = rows * spec.vocab_size
     # What the A of all slots leave of rows of decode steps.
     width += args.max_loras * MAX_SLICES * args.max_lora_rank if args.enable_lora else 0
     # Beside the activations, what the final norm leaves.
