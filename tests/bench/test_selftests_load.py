@@ -30,7 +30,6 @@ def assert_exact(found: Samples, exact: float) -> None:
     assert found.percentile(0.99) == pytest.approx(exact, rel=0.05)
 
 
-@pytest.mark.turns("self-check")
 @pytest.mark.turns("benchmarks")
 @pytest.mark.parametrize(
     ("streams", "requests", "tbt", "tokens"),
@@ -47,7 +46,6 @@ def test_times_come_out_as_they_are(streams: int, requests: int, tbt: float, tok
     assert all(record.completion_tokens == record.asked_tokens == tokens for record in run.requests)
 
 
-@pytest.mark.turns("self-check")
 @pytest.mark.turns("benchmarks")
 def test_512_streams_of_20_tokens_a_second_are_no_burden() -> None:
     def check(run: LevelRun) -> None:
@@ -61,7 +59,6 @@ def test_512_streams_of_20_tokens_a_second_are_no_burden() -> None:
     undisturbed(check, MockArgs(ttft=0.15, tbt=0.05), *closed(512, 512), 60)
 
 
-@pytest.mark.turns("self-check")
 @pytest.mark.turns("benchmarks")
 def test_a_freeze_shows_in_scheduled_times_and_hides_in_service_times() -> None:
     """Coordinated omission: one request of a closed loop meets the freeze, the others are not even sent."""

@@ -100,7 +100,6 @@ def test_quantized_layers(graphs, tmp_path):
     assert_same(tmp_path, tiny.reference, 2, graphs)
 
 
-@pytest.mark.turns("several ranks")
 def test_stages_give_way_alike_when_the_cache_is_full(tmp_path):
     """Uneven stages have room for the same tokens, whatever their layers take."""
     model = save_tiny(tmp_path, "llama", num_hidden_layers=5)

@@ -162,7 +162,6 @@ def test_a_lost_rank_is_an_error_of_the_call_and_closing_goes_on(demo_model):
         llm.generate([[5, 7]], GREEDY)
 
 
-@pytest.mark.turns("several ranks")
 def test_closing_after_a_step_that_one_rank_did_not_begin_waits_for_nobody(demo_model, monkeypatch):
     """The last stage waits for its hidden states, and the first one would wait for the token of it."""
 

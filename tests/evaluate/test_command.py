@@ -34,7 +34,6 @@ def rough(demo_model, tmp_path):
     return perturbed(demo_model, tmp_path / "rough", 0.05)
 
 
-@pytest.mark.turns("accuracy tables")
 def test_a_comparison_from_start_to_end(demo_model, rough, text, tmp_path, device) -> None:
     other = tmp_path / "two.jsonl"
     other.write_text("".join(json.dumps({"text": random_text(40)}) + "\n" for _ in range(9)))

@@ -89,7 +89,6 @@ def test_too_many_outliers_are_refused(recipe):
         recipe.outlier_channels(32, 17, 16.0, 0)
 
 
-@pytest.mark.turns("accuracy tables")
 @pytest.mark.turns("recipes")
 def test_the_table_of_a_model_folder(demo_model, tmp_path, device):
     text = tmp_path / "text.txt"

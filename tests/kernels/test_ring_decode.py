@@ -218,7 +218,7 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
     return compiled["ring_decode_kernel"]
 
 
-@pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS, 1), ids=str)
+@pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS, 2), ids=str)
 def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatch, tmp_path):
     heads, batch = layer
     schedule = default_schedule(128, KV_FORMATS[format_name], torch.bfloat16, batch=batch, kv_heads=heads[1])

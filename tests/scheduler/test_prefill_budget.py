@@ -323,7 +323,6 @@ def test_short_prompts_near_what_the_device_can_do_leave_tbt_at_the_bound(simula
     assert longest < 1.25 * PADDED.milliseconds
 
 
-@pytest.mark.turns("simulated load")
 def test_on_a_device_a_little_slower_a_prompt_is_not_cut_once_more(simulate_policy, monkeypatch):
     """A step of 576 tokens takes 14.2 ms there. In three steps a prompt's TTFT was 5 ms longer, at half the load."""
     bound = replace(PADDED, cost=replace(PADDED.cost, token=0.0205))
@@ -334,7 +333,6 @@ def test_on_a_device_a_little_slower_a_prompt_is_not_cut_once_more(simulate_poli
     assert longest < 1.1 * strict[3]
 
 
-@pytest.mark.turns("simulated load")
 def test_small_queues_make_no_steps_of_two_prompts(simulate_policy, monkeypatch):
     """Load allows one whole prompt beside decodes; two of them took 46 ms, of more than a hundredth of tokens."""
     bound = replace(PADDED, cost=replace(PADDED.cost, token=0.0208))

@@ -20,7 +20,6 @@ from tests.support.front_ends import keep_one_that_served, loading_server
 from tests.support.live import LiveServer, OpenStream, fake_command, until
 
 
-@pytest.mark.turns("front ends")
 @pytest.mark.turns
 def test_a_server_whose_folder_is_removed_keeps_its_limits_and_metrics():
     """As those who tidy temporary folders up do. Who waits too long is told so, whichever front end has it."""

@@ -198,7 +198,6 @@ def test_a_killed_front_end_costs_its_own_requests_alone_and_is_replaced(lasting
     until(lambda: server.gauges()[0] == 0)
 
 
-@pytest.mark.turns("front ends")
 def test_the_engine_itself_serves_several_front_ends_and_drops_the_requests_of_a_dead_one():
     ask = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     expected = decode(greedy(ask["prompt"], 20))

@@ -62,7 +62,6 @@ def test_the_parts_of_a_soak_add_up(tmp_path):
     assert "seconds_left" in json.loads((tmp_path / "parts.progress").read_text())
 
 
-@pytest.mark.turns("several ranks")
 @pytest.mark.turns("recipes")
 @pytest.mark.parametrize(
     "degree", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
