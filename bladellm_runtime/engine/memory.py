@@ -50,7 +50,7 @@ def workspace_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> in
     tokens = args.step_tokens
     width = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.heads * spec.head_dim
     activations = tokens * width * max(dtype.itemsize, 2)
-    # Those of all slots that captured steps have (`graph_bytes`) are other steps' too.
+    # Where steps are captured, all leave what the head makes in the same memory, which `graph_bytes` counts.
     copies = 2 if graph_sizes(args) else 3
     logits = copies * min(tokens, args.slots) * spec.vocab_size * 4
     # What the A of adapters leave of tokens, and of decode rows those of all slots.
