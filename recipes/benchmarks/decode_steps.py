@@ -1,6 +1,7 @@
 """Time of a decode step by batch size, and what the GPU does in it: `python recipes/benchmarks/decode_steps.py MODEL`.
 
 Runs the engine in this process. With `--load_format dummy`, the default, only a model folder's config is needed.
+`context` is the mean of the tokens that a row attends to, which a step of many rows goes by as much as by their number.
 `host` is the median of what the CPU does for a step, waiting for the device left out; `map wait` the longest that a
 launch waited for KV memory. Neither costs anything while the GPU runs the step before: `late` counts the steps
 launched after it had. With `--shared_prefix` all prompts begin with so many tokens that are the same, and a batch is
@@ -17,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_timing import LAUNCH_PARTS, Clocks, Lateness, engine_as_served, finish, start_decoding, watch_steps
+from step_timing import (
+    LAUNCH_PARTS,
+    Clocks,
+    Lateness,
+    decoded_kv,
+    engine_as_served,
+    finish,
+    start_decoding,
+    watch_steps,
+)
 from targets import DECODE, Target, number
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
@@ -38,11 +48,14 @@ def measure(engine: Engine, clocks: Clocks, lateness: Lateness, args: argparse.N
     clocks.reset()
     lateness.late.clear()
     memory.trace(args.steps + 8)
+    kv_before = decoded_kv(engine.core)
     seconds = run_steps(engine, args.steps)
+    kv_after = decoded_kv(engine.core)
     waits = [event.end - event.start for event in memory.events if event.kind == "wait"]
     memory.trace(0)
     found: dict[str, Any] = {
         "batch": batch,
+        "context": (kv_before + kv_after) / 2 / batch,
         "step_ms": 1e3 * seconds / args.steps,
         "host_us": sum(clocks.microseconds(part) for part in HOST_PARTS),
         "map_wait_us": 1e6 * max(waits, default=0.0),
@@ -115,9 +128,8 @@ def report(found: dict[str, Any], shown: bool) -> str:
     """A row of the table; shown: with the targets, which are for one shape."""
     target = DECODE.get(int(found["batch"]), Target()) if shown else Target()
     idle = f"{found['idle_share']:.2%}" if "idle_share" in found else ""
-    step = (
-        f"{found['step_ms']:.3f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f} | {found['late']:.0f} | {idle}"
-    )
+    step = f"{found['step_ms']:.3f} | {found['context']:.0f} | {found['host_us']:.0f} | {found['map_wait_us']:.0f}"
+    step += f" | {found['late']:.0f} | {idle}"
     goals = " | ".join(number(figure) for figure in (target.floor, target.peer, target.least))
     reads = f" {found['reads']} ({found['shared']} shared)" if "reads" in found else ""
     return f"| {found['batch']}{reads} | {goals} | {step} |"
@@ -147,7 +159,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     phases = {name: round(seconds, 2) for name, seconds in engine.ready.phases}
     memory = {name: round(size / GIB, 2) for name, size in engine.ready.memory}
     print(f"seconds {phases}; GiB {memory}", flush=True)
-    print("| batch | floor ms | vLLM | at least | step ms | host µs | map wait µs | late | idle |\n|" + " --- |" * 9)
+    columns = ("batch", "floor ms", "vLLM", "at least", "step ms", "context", "host µs", "map wait µs", "late", "idle")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     clocks, lateness, rows = watch_steps(engine.core), Lateness(engine.core._runner), []
     for batch in args.batches:
         case = (engine, clocks, lateness, args, batch)

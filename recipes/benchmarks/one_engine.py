@@ -81,7 +81,7 @@ class OneEngine:
         args = argparse.Namespace(
             input=self.cases.decode_input,
             steps=self.args.steps,
-            warm=10,
+            warm=5,
             traced=20,
             seed=0,
             temperature=0.0,

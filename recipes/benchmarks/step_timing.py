@@ -2,7 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,9 @@ def start_decoding(
 ) -> None:
     """Add `batch` requests of random prompts that never end early, and step until all of them decode.
 
+    Steps take as many prompt tokens as the limits let them: bounded ones would have the first rows some hundred tokens
+    ahead of the last.
+
     shared: tokens before those of each prompt that are the same in all of them. spread: different lengths of these
     prompts, from prompt_len on, evenly.
     """
@@ -123,8 +127,26 @@ def start_decoding(
         prompt = system + rng.integers(0, engine.ready.vocab_size, length).tolist()
         engine.core.add(AddRequest(index, prompt, params, 0, time.monotonic()))
     first: set[int] = set()
-    while len(first) < batch:
-        first.update(delta.request_id for delta in one_by_one(engine.core.step()) if delta.tokens)
+    with without_bound(engine.core):
+        while len(first) < batch:
+            first.update(delta.request_id for delta in one_by_one(engine.core.step()) if delta.tokens)
+
+
+@contextmanager
+def without_bound(core: EngineCore) -> Iterator[None]:
+    """Steps as long as the limits let them be."""
+    planner = core._scheduler._planner
+    bound, target = planner.bound, planner.target
+    core.bound_steps(None)
+    try:
+        yield
+    finally:
+        core.bound_steps(bound, target)
+
+
+def decoded_kv(core: EngineCore) -> int:
+    """KV tokens planned for all that decode."""
+    return sum(batch.planned for batch in core._scheduler._roster.batches)
 
 
 def finish(core: EngineCore, batch: int) -> None:

@@ -115,6 +115,8 @@ def test_decode_steps_are_measured(tmp_path, fusion):
     rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
     assert [row["batch"] for row in rows] == [1, 3]
     assert all(row["host_us"] > 0 and row["step_ms"] > 0 and row["map_wait_us"] >= 0 for row in rows)
+    # A prompt of 9, a token of its own step, 2 warm ones; half of 5; and a step or two in flight.
+    assert all(9 + 1 + 2 + 2.5 <= row["context"] <= 9 + 1 + 2 + 2.5 + 2 for row in rows)
 
 
 def test_decode_steps_of_a_shared_prompt_are_measured_both_ways(tmp_path):
