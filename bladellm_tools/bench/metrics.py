@@ -86,7 +86,7 @@ def summarise(run: LevelRun, slo: Sequence[SloLimit] = ()) -> LevelSummary:
     records = [record for record in run.requests if window.start <= record.intended <= window.end]
     values: dict[str, float | None] = dict.fromkeys(FIGURES)
     values |= _statistics(samples(table, counted))
-    values |= _rates(table, window, due) | _overall(table) | _goodput(table, window, due, slo)
+    values |= _rates(table, window, due, run.load) | _overall(table) | _goodput(table, window, due, slo)
     values |= _shares(table, window, due) | _client(run)
     values["intended_qps"] = run.load.qps
     return LevelSummary(
@@ -143,17 +143,18 @@ def _statistics(found: dict[str, Samples]) -> dict[str, float | None]:
     return values
 
 
-def _rates(table: RequestColumns, window: Window, due: NDArray[np.bool_]) -> dict[str, float | None]:
-    """What happened a second inside the window, by the time it happened."""
+def _rates(table: RequestColumns, window: Window, due: NDArray[np.bool_], load: Load) -> dict[str, float | None]:
+    """What happened a second inside the window, by the time it happened. Of a closed loop that comes in bursts."""
     if not window.length:
         return {}
-    chunks = window.holds(table.chunk_time) & table.ok[table.chunk_row]
-    output = float(table.chunk_tokens[chunks].sum())
-    prompts = float(table.prompt[window.holds(table.first) & table.ok].sum())
+    weights = window.even if load.concurrency is None else window.smooth
+    completed, begun = (weights(times) * table.ok for times in (table.ended, table.first))
+    output = float((weights(table.chunk_time) * table.ok[table.chunk_row] * table.chunk_tokens).sum())
+    prompts = float((begun * table.prompt).sum())
     amounts = {
         "offered_qps": float(due.sum()),
         "achieved_qps": float(window.holds(table.sent).sum()),
-        "requests_per_s": float((window.holds(table.ended) & table.ok).sum()),
+        "requests_per_s": float(completed.sum()),
         "input_tokens_per_s": prompts,
         "output_tokens_per_s": output,
         "total_tokens_per_s": prompts + output,

@@ -43,6 +43,17 @@ class Window:
         """Which of the times lie in the window."""
         return (times >= self.start) & (times <= self.end)
 
+    def even(self, times: Floats) -> Floats:
+        """What something at these times counts: 1 in the window, 0 outside it."""
+        return self.holds(times).astype(np.float64)
+
+    def smooth(self, times: Floats) -> Floats:
+        """The same for what comes in bursts, of which a window has one more or less by where it begins: from 0 at the
+        ends to 2 in the middle, 1 on average (the window of von Hann)."""
+        inside = self.holds(times)
+        turn = np.where(inside, times - self.start, 0.0) / max(self.length, 1e-9)
+        return 1.0 - np.cos(2 * np.pi * turn)
+
 
 def steady_window(table: RequestColumns, warmup: float, duration: float) -> Window:
     """The window from where token throughput settles to the last intended arrival.

@@ -118,6 +118,54 @@ def test_rates_are_what_happens_inside_the_window() -> None:
     assert not summary.oversaturated
 
 
+@pytest.mark.parametrize("streams", [3, 64])
+def test_rates_of_a_closed_loop_hardly_depend_on_where_the_window_lies(streams: int) -> None:
+    """Streams that all end together, every four seconds: fifteen seconds have three ends in them, or four."""
+    found, ends = [], []
+    for start in np.random.default_rng(streams).uniform(4.0, 9.0, 20):
+        stop = start + 15.0
+        records = [answered(4.0 * turn, ttft=1.0, gaps=[0.1] * 30) for turn in range(7) for _ in range(streams)]
+        records = [record for record in records if record.intended <= stop]
+        run = run_of(records, load=Load(concurrency=streams), warmup=start, duration=stop)
+        values = summarise(run).values
+        found.append([values[name] for name in ("requests_per_s", "input_tokens_per_s", "output_tokens_per_s")])
+        ends.append(sum(start <= record.ended <= stop for record in records) / 15.0)
+    assert max(ends) > 1.3 * min(ends)
+    assert np.array(found) == pytest.approx(
+        np.tile([streams / 4, 50 * streams / 4, 31 * streams / 4], (20, 1)), rel=0.02
+    )
+
+
+def waves_of_an_engine(streams: int, step_tokens: int, seconds: float) -> list[RequestRecord]:
+    """A closed loop of 512 tokens in and 128 out on an engine whose steps take 2.4 ms and 21 µs a token, of at most
+    `step_tokens`; until the last answer to what was asked within `seconds`."""
+    now, waiting, left = 0.0, [0.0] * streams, dict[int, int]()
+    sent, ended = list[float](), list[float]()
+    while waiting or left:
+        let_in = min(len(waiting), (step_tokens - len(left)) // 512)
+        now += 2.4e-3 + 21e-6 * (len(left) + 512 * let_in)
+        left = {request: tokens - 1 for request, tokens in left.items()}
+        for request in [request for request, tokens in left.items() if tokens == 0]:
+            del left[request]
+            ended[request] = now
+            waiting += [now] if now < seconds else []
+        for _ in range(let_in):
+            left[len(sent)] = 127
+            sent.append(waiting.pop(0))
+            ended.append(0.0)
+    return [answered(start, ttft=end - start, gaps=()) for start, end in zip(sent, ended, strict=True)]
+
+
+@pytest.mark.parametrize(("streams", "step_tokens"), [(32, 8192), (128, 640), (256, 1280), (256, 8192)])
+def test_a_closed_loop_of_an_engine_shows_the_rate_it_keeps_up(streams: int, step_tokens: int) -> None:
+    ends = np.array([record.ended for record in waves_of_an_engine(streams, step_tokens, 100.0)])
+    kept_up = ((ends > 20) & (ends < 100)).sum() / 80
+    for seconds in np.random.default_rng(streams).uniform(15.0, 20.0, 3):
+        records = waves_of_an_engine(streams, step_tokens, seconds)
+        run = run_of(records, load=Load(concurrency=streams), warmup=3.0, duration=seconds)
+        assert summarise(run).values["requests_per_s"] == pytest.approx(kept_up, rel=0.015)
+
+
 def test_the_peak_in_flight_is_that_of_a_count_at_every_event() -> None:
     rng = np.random.default_rng(5)
     records = [answered(x, ttft=y) for x, y in zip(rng.uniform(0, 20, 300), rng.exponential(1, 300), strict=True)]
