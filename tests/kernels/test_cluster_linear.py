@@ -202,7 +202,6 @@ def compiled(schedule: ClusterSchedule, tokens: int, dtype: torch.dtype, residua
 TILES = [(8, 4), (24, 1), (64, 3), (128, 2), (128, 4), (192, 3), (256, 1), (256, 2)]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(("tile", "cluster"), some_pairs(TILES, [1, 4], 3), ids=str)
 def test_compiled_for_a_hopper(tile, cluster, tmp_path):
     """Without registers in memory; the products of a step follow each other, with one step under way."""

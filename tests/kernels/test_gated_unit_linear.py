@@ -54,7 +54,6 @@ def test_gates_multiply_their_outputs(bits, rows, columns, groups, zeros, tokens
 FORMATS = [(4, 32, False), (4, 32, True), (4, 1, True), (8, 1, False)]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(("tokens", "numbers"), some_pairs(GATED_SCHEDULES, FORMATS, 2), ids=str)
 def test_nothing_is_spilled_where_tiles_are_multiplied(tokens, numbers, monkeypatch, tmp_path):
     from bladellm_kernels import unit_call

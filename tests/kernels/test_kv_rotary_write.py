@@ -248,7 +248,6 @@ def test_the_kernel_gives_the_same_interpreted(cases):
 COMPILED = ["no_quant", "int8", "int4_affine", "fp8_e4m3"]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(("name", "way"), some_pairs(COMPILED, product([64, 128], [False, True])), ids=str)
 def test_the_kernel_compiles_for_hopper(name, way):
     """way: the head dimension, and whether keys are rotated."""

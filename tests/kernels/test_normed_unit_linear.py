@@ -135,7 +135,6 @@ def test_the_stream_is_rounded_once_and_normed(bits, rows, columns, groups, zero
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize("parts", drawn_of([1, 64], 1))
 @pytest.mark.parametrize(("name", "tokens"), [*some_pairs(LLAMA_8B, [13, 16], 2), ("qkv", 1), ("qkv", 8)])
 def test_nothing_is_spilled_or_read_before_it_is_there(name, tokens, parts, monkeypatch, tmp_path):

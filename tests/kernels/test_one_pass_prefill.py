@@ -162,7 +162,6 @@ LAYERS = [
 ]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize("layer", drawn_of(LAYERS, 1), ids=str)
 def test_compiled_for_a_hopper(layer):
     """Copies by the copy engine, products one behind the other, no registers in memory."""

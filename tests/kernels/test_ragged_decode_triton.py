@@ -126,14 +126,12 @@ def inner_loop(text: str) -> str:
     return text[first.start() : text.index(f"\n{first[1]}}}", first.end())]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize("format_name", ["no_quant", "int4"])
 def test_compiled_for_hopper(format_name, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     check_compiled(monkeypatch, tmp_path, format_name, (32, 8, 128))
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize("load", [{"batch": 64}, {"setting": FUSED}], ids=str)
 def test_compiled_for_many_sequences_and_beside_others(load, monkeypatch, tmp_path):
     pytest.importorskip("triton")

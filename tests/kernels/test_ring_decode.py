@@ -218,7 +218,6 @@ def compiled_kernel(case: Case, schedule: DecodeSchedule, monkeypatch, programs:
     return compiled["ring_decode_kernel"]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(("format_name", "layer"), some_pairs(FORMATS, LAYERS, 2), ids=str)
 def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatch, tmp_path):
     heads, batch = layer
@@ -243,7 +242,6 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatc
     assert text.count("griddepcontrol.launch_dependents") == 1
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize("format_name", drawn_of([name for name in FORMATS if name != "no_quant"], 2))
 def test_the_merge_behind_finds_room_beside_two_programs(format_name, monkeypatch, tmp_path):
     """Registers in each quarter of an SM, and shared memory, which is dealt out by 128 bytes."""

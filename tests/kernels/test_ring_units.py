@@ -103,7 +103,6 @@ COMPILED = [
 FACTORS = [(32, False), (64, True), (1, False)]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(("schedule", "factors"), some_pairs(COMPILED, FACTORS, 2), ids=str)
 def test_codes_go_through_shared_matrices_into_registers(schedule, factors, tmp_path):
     """Nothing is spilled, the weight is on its way before the inputs are ready, and codes are read by ldmatrix.

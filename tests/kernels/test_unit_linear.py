@@ -175,7 +175,6 @@ def compiled_text(kernel, dtype, constants, warps) -> str:
     return compiled.asm["ptx"]
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(
     ("bits", "group_steps", "has_zeros", "dtype"),
     [(4, 1, False, "bf16"), (4, -2, True, "fp16"), (8, 0, False, "bf16")],

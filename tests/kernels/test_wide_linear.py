@@ -165,7 +165,6 @@ def test_without_a_compiler_nothing_is_launched_and_one_warning_says_so(error, m
 TILES, KINDS = [(128, 1), (128, 2), (144, 3), (192, 2), (256, 1), (256, 2)], list(product((1, 2), (True, False)))
 
 
-@pytest.mark.turns("compiled for a Hopper")
 @pytest.mark.parametrize(("tile", "kind"), some_pairs(TILES, KINDS, 2), ids=str)
 def test_compiled_for_a_hopper(tile, kind, tmp_path):
     """Without registers in memory; the products of a step follow each other; x goes to both CTAs, the weight to one;
