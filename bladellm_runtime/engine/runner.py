@@ -277,8 +277,8 @@ class ModelRunner:
         return RunningStep(plan, sample, scored=scored, keep=[inputs, hidden])
 
     def _logits_memory(self, rows: int) -> torch.Tensor | None:
-        """Where the logits of an eager step go: where those of captured ones do. As memory of their own, of a few rows
-        more in every step, they leave pieces that no later step can use, until torch gives all of it back at once."""
+        """Where the logits of an eager step go: where those of captured ones do, whose memory is there anyway; None for
+        memory of their own, where nothing is captured."""
         sampling = None if self._graphs is None else self._graphs.sampling
         return None if sampling is None else sampling.logits[:rows]
 
