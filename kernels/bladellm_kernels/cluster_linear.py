@@ -35,6 +35,7 @@ MAX_CLUSTER = 8
 part of the GPU, and some parts presumably have two multiprocessors left."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
+_PARTS = _SOURCE.with_name("cluster_sums.cu"), _SOURCE
 
 _launches = KeptLaunches()
 
@@ -77,11 +78,12 @@ def source(
         "CLUSTER": schedule.cluster,
         "LAUNCH_AT": schedule.launch_at,
         "HALF": int(dtype == torch.float16),
+        "GATED": 0,
         "RESIDUAL": int(residual),
         "PARTIAL_ROW": _partial_row(schedule),
         "BARRIERS_AT": _barriers_at(tokens, schedule),
     }
-    return kernel_text((_SOURCE,), tokens, dtype), defines
+    return kernel_text(_PARTS, tokens, dtype), defines
 
 
 def shared_bytes(tokens: int, schedule: ClusterSchedule) -> int:

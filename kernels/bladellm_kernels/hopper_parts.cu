@@ -2,8 +2,8 @@
 // text of each, by hopper_parts.py.
 //
 // Defined: TOKENS, rows of x in a tile, a multiple of 8; GROUPS, consumer warpgroups of 64 rows of the weight each;
-// STAGES of the ring; CLUSTER, CTAs; HALF, 1 for float16 and 0 for bfloat16; and `multiply_add`, a wgmma of 64 · TOKENS
-// · 16.
+// STAGES of the ring; CLUSTER, CTAs; HALF, 1 for float16 and 0 for bfloat16; PRODUCER_WARPS, 1 where it is not; and
+// `multiply_add`, a wgmma of 64 · TOKENS · 16.
 
 constexpr int STEP_INPUTS = 64;
 constexpr int ROW_BYTES = 128;
@@ -11,7 +11,10 @@ constexpr int GROUP_ROWS = 64;
 constexpr int TILE_ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int CONSUMER_WARPS = GROUPS * 4;
-constexpr int PRODUCERS = 32;
+#ifndef PRODUCER_WARPS
+#define PRODUCER_WARPS 1
+#endif
+constexpr int PRODUCERS = PRODUCER_WARPS * 32;
 
 struct alignas(64) CUtensorMap {
     unsigned long long opaque[16];

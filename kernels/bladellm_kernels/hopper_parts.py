@@ -22,16 +22,17 @@ _OTHER_REGISTERS = 28
 """What a thread has beside its sums."""
 
 
-def threads_of(groups: int) -> int:
-    """Of a CTA: consumers, and a warp that fetches."""
-    return 4 * _WARP * groups + _WARP
+def threads_of(groups: int, producer_warps: int = 1) -> int:
+    """Of a CTA: consumers, and warps that fetch."""
+    return 4 * _WARP * groups + producer_warps * _WARP
 
 
-def has_registers(tokens: int, groups: int) -> bool:
-    """Whether threads can keep their sums in registers, which are dealt out to as many warps in each of four parts."""
-    warps = -(-threads_of(groups) // _WARP)
+def has_registers(tokens: int, groups: int, producer_warps: int = 1, others: int = 0) -> bool:
+    """Whether threads can keep their sums and others in registers, which are dealt out to as many warps in each of four
+    parts."""
+    warps = -(-threads_of(groups, producer_warps) // _WARP)
     most = _REGISTERS // _WARP // (-(-warps // _WARPS_APART) * _WARPS_APART) // 8 * 8
-    return tokens // 2 + _OTHER_REGISTERS <= min(most, _MOST_REGISTERS)
+    return tokens // 2 + others + _OTHER_REGISTERS <= min(most, _MOST_REGISTERS)
 
 
 def kernel_text(paths: Sequence[Path], tokens: int, dtype: torch.dtype) -> str:
@@ -76,20 +77,40 @@ def _read(path: Path) -> str:
 def _product_text(tokens: int, dtype: torch.dtype) -> str:
     """`multiply_add` of so many columns: the instruction names each of its registers."""
     count = tokens // 2
-    registers = ", ".join(f"%{place}" for place in range(count))
-    sums = ", ".join(f'"+f"(sums[{place}])' for place in range(count))
-    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{TYPES[dtype]}.{TYPES[dtype]}"
     return f"""// sums += 64 rows of the weight · {tokens} rows of x, of 16 inputs.
 __device__ void multiply_add(float (&sums)[{count}], unsigned long long weight, unsigned long long x) {{
-    asm volatile(
-        "{{\\n"
-        ".reg .pred adds;\\n"
-        "setp.eq.b32 adds, 0, 0;\\n"
-        "{name} "
-        "{{{registers}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n"
-        "}}\\n"
-        : {sums}
+{_product(tokens, dtype, f"%{count}, %{count + 1}, adds, 1, 1, 0, 0")}
         : "l"(weight), "l"(x));
 }}
 
 """
+
+
+@cache
+def held_product_text(tokens: int, dtype: torch.dtype) -> str:
+    """`multiply_add_held`: the same of rows of the weight that warps hold in registers, as the instruction has them."""
+    count = tokens // 2
+    held = ", ".join(f"%{count + place}" for place in range(4))
+    return f"""// sums += 64 rows of the weight, in each thread four pairs of inputs, · {tokens} rows of x.
+__device__ void multiply_add_held(
+    float (&sums)[{count}], unsigned a, unsigned b, unsigned c, unsigned d, unsigned long long x) {{
+{_product(tokens, dtype, f"{{{held}}}, %{count + 4}, adds, 1, 1, 0")}
+        : "r"(a), "r"(b), "r"(c), "r"(d), "l"(x));
+}}
+
+"""
+
+
+def _product(tokens: int, dtype: torch.dtype, operands: str) -> str:
+    """The instruction and its sums."""
+    registers = ", ".join(f"%{place}" for place in range(tokens // 2))
+    sums = ", ".join(f'"+f"(sums[{place}])' for place in range(tokens // 2))
+    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{TYPES[dtype]}.{TYPES[dtype]}"
+    return f"""    asm volatile(
+        "{{\\n"
+        ".reg .pred adds;\\n"
+        "setp.eq.b32 adds, 0, 0;\\n"
+        "{name} "
+        "{{{registers}}}, {operands};\\n"
+        "}}\\n"
+        : {sums}"""
