@@ -25,6 +25,7 @@ from bladellm_runtime.engine.kernel_record import hashing_triton
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.mixed_graphs import mixed_sizes
+from bladellm_runtime.engine.packed_weights import check_packed, most_packed_bytes
 from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -107,14 +108,12 @@ def build_runner(
         rotation = key_rotation(args, shape.format, spec.head_dim, dtype, device)
         compiling = start_compiling(args, folder, device, place)
     with times.phase("load weights"):
-        how, seed, lora = args.load_format, args.dummy_seed, lora_shape(args, dtype)
         model = load_model(
-            folder, whole, device=device, dtype=dtype, load_format=how, seed=seed, parallel=parallel, lora=lora
-        )
-    adapters = 0 if model.lora is None else model.lora.bytes
-    table.add("weights", model.weight_bytes - adapters)
-    if adapters:
-        table.add("LoRA adapters", adapters)
+            folder, whole, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed,
+            parallel=parallel, lora=lora_shape(args, dtype), most_packed=most_packed_bytes(args, dtype, device),
+        )  # fmt: skip
+        check_packed(args, model.packed_bytes)
+    add_weights(table, model)
     with times.phase("compile kernels"):
         end_compiling(compiling, model, others)
     with times.phase("allocate memory"):
@@ -158,6 +157,15 @@ def open_device(args: EngineArgs, place: RankPlace) -> tuple[torch.device, Engin
     elif args.ragged_flash_max_batch_tokens is None:
         args = replace(args, ragged_flash_max_batch_tokens=GPU_STEP_TOKENS)
     return device, args
+
+
+def add_weights(table: MemoryTable, model: Decoder) -> None:
+    """The terms of what a model holds."""
+    adapters = 0 if model.lora is None else model.lora.bytes
+    table.add("weights", model.weight_bytes - adapters - model.packed_bytes)
+    for name, size in (("packed weights", model.packed_bytes), ("LoRA adapters", adapters)):
+        if size:
+            table.add(name, size)
 
 
 def end_compiling(compiling: Compiling, model: Decoder, others: Others | None) -> None:

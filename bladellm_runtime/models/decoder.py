@@ -22,6 +22,7 @@ from bladellm_runtime.layers.residual import FusedStream, NormedStream, Stream
 from bladellm_runtime.layers.rotary import RotaryEmbedding
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.lora import LoraMemory
+from bladellm_runtime.models.packed_layers import added_bytes, pack_linears
 
 Hidden = TypeVar("Hidden", torch.Tensor, DelayedNorm)
 
@@ -44,6 +45,10 @@ class Weights:
         tensors = sum(tensor.nbytes for tensor in self.tensors.values())
         adapters = 0 if self.lora is None else self.lora.bytes
         return tensors + adapters + sum(linear.bytes for linear in self.linears.values())
+
+    def packed(self) -> "Weights":
+        """The same with packed weights beside those of linear layers that can have them."""
+        return Weights(self.tensors, pack_linears(self.linears), self.lora)
 
     def with_lora(self, lora: LoraMemory) -> "Weights":
         """The same with linear layers that add adapters."""
@@ -147,13 +152,16 @@ class Decoder:
         self.dtype = self.norm.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
+        self.packed_bytes = added_bytes(weights.linears)
         self.lora = weights.lora
         self._communicator = communicator
         self._fusing: dict[tuple[int, bool], bool] = {}
 
     def prepare(self) -> None:
-        """Compile the kernels that its layers, which are alike, may need and no step before ready does."""
+        """Compile the kernels that its layers, which are alike, and its head may need and no step before ready does."""
         self.layers[0].prepare()
+        if self.head is not None:
+            self.head.prepare()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from bladellm_runtime.models.decoder import Decoder, StageEnds
 from bladellm_runtime.models.lora import LoraMemory, lora_bytes
 from bladellm_runtime.models.lora_layout import LoraShape
 from bladellm_runtime.models.lora_stacking import stacked_rows
+from bladellm_runtime.models.packed_layers import packable_bytes
 from bladellm_runtime.models.parallel import TensorParallel, make_plan, share_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
@@ -38,18 +39,20 @@ def load_model(
     seed: int,
     parallel: TensorParallel | None = None,
     lora: LoraShape | None = None,
+    most_packed: int = 0,
 ) -> Decoder:
     """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
     `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same. `lora`: the decoder gets
-    empty slots for adapters, `Decoder.lora`.
+    empty slots for adapters, `Decoder.lora`. `most_packed`: bytes that weights packed beside the plain ones may take;
+    there are none where they would take more.
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     whole = weight_table(spec)
     table = whole if parallel is None else parallel.table(spec)
-    model = _Model(folder, spec, table, device, dtype, parallel, table, lora)
+    model = _Model(folder, spec, table, device, dtype, parallel, table, lora, most_packed)
     if load_format == "dummy":
         config = folder / "config.json"
         schemes = find_schemes(spec, whole, (), config)
@@ -79,6 +82,7 @@ class _Model:
     parallel: TensorParallel | None
     whole: WeightTable
     lora: LoraShape | None
+    most_packed: int
 
     @property
     def place(self) -> tuple[int, int]:
@@ -111,6 +115,9 @@ class _Model:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
+        if 0 < (packed := packable_bytes(weights.linears)) <= self.most_packed:
+            _check_packed_memory(self.folder, packed, device)
+            weights = weights.packed()
         if self.lora is not None:
             weights = weights.with_lora(LoraMemory(self.whole, self.lora, device, stacked))
         if self.parallel is None:
@@ -121,9 +128,23 @@ class _Model:
 
 def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.dtype) -> None:
     """Raise `CheckpointError` when the parameters cannot fit in the memory that is free."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = _free_memory(device)
     if needed > free:
         raise CheckpointError(
             f"{folder}: its weights take {needed / GIB:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / GIB:.1f} GiB are free on {device.type}; use a smaller model or a 16-bit --dtype"
         )
+
+
+def _check_packed_memory(folder: Path, needed: int, device: torch.device) -> None:
+    """Raise `CheckpointError` when packed weights cannot fit beside the others."""
+    free = _free_memory(device)
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: its packed weights take {needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free beside the "
+            "others; use --packed_weights off"
+        )
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -50,6 +50,7 @@ def build(args: argparse.Namespace, cases: Cases) -> Engine:
             kv_cache_quant=args.kv_cache_quant, kv_cache_gib=args.kv_cache_gib,
             max_gpu_memory_utilization=args.max_gpu_memory_utilization,
             tensor_parallel_size=args.tensor_parallel_size, disable_prompt_cache=True,
+            packed_weights=args.packed_weights,
         )
     )  # fmt: skip
 
@@ -146,6 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--kv_cache_quant", default="no_quant")
     parser.add_argument("--kv_cache_gib", type=float)
+    parser.add_argument("--packed_weights", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokenizer_dir", type=Path, default=TOKENIZER)
     parser.add_argument("--json", type=Path)
