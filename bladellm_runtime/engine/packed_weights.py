@@ -22,6 +22,10 @@ def most_packed_bytes(args: EngineArgs, dtype: torch.dtype, device: torch.device
     if args.packed_weights == "on":
         if lacks is not None:
             raise ConfigError(f"--packed_weights on needs {lacks}; use --packed_weights auto or off")
+        if args.enable_lora:
+            raise ConfigError(
+                "--packed_weights on serves no --enable_lora, whose adapters lie behind weights; leave out either one"
+            )
         return sys.maxsize
     if lacks is not None or args.enable_lora or args.world_size > 1:
         return 0

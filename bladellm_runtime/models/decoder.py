@@ -33,12 +33,14 @@ class Weights:
 
     tensors: the embedding and the norms by their names in `weight_table`, all of the type it computes in. linears: its
     linear layers, ready to run, by the same names without `.weight`; no `head` where the embedding serves as one. lora:
-    the adapters that these layers add, None where they add none.
+    the adapters that these layers add, None where they add none. packed_bytes: of the weights that linear layers have
+    packed beside the plain ones.
     """
 
     tensors: dict[str, torch.Tensor]
     linears: dict[str, LinearLayer]
     lora: LoraMemory | None = None
+    packed_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -48,11 +50,12 @@ class Weights:
 
     def packed(self) -> "Weights":
         """The same with packed weights beside those of linear layers that can have them."""
-        return Weights(self.tensors, pack_linears(self.linears), self.lora)
+        linears = pack_linears(self.linears)
+        return Weights(self.tensors, linears, self.lora, added_bytes(linears))
 
     def with_lora(self, lora: LoraMemory) -> "Weights":
         """The same with linear layers that add adapters."""
-        return Weights(self.tensors, lora.wrap(self.linears), lora)
+        return Weights(self.tensors, lora.wrap(self.linears), lora, self.packed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class Decoder:
         self.dtype = self.norm.weight.dtype
         self.rotary = RotaryEmbedding(spec.rope, self.device)
         self.weight_bytes = weights.bytes
-        self.packed_bytes = added_bytes(weights.linears)
+        self.packed_bytes = weights.packed_bytes
         self.lora = weights.lora
         self._communicator = communicator
         self._fusing: dict[tuple[int, bool], bool] = {}

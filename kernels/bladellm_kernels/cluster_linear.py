@@ -124,14 +124,7 @@ def launch_cluster_linear(
         *(schedule, x.get_device(), x.dtype, x.shape, len(weight), x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(residual_at, x.stride(0), weight.stride(0), out.stride(0), residual_stride),
     )
-    try:
-        prepared = _launches[key]
-    except KeyError:
-        prepared = _launches[key] = _prepare(x, weight, out, residual, schedule)
-    if prepared is None:
-        return False
-    prepared.run()
-    return True
+    return _launches.run(key, lambda: _prepare(x, weight, out, residual, schedule))
 
 
 def _prepare(

@@ -5,7 +5,7 @@ A launch goes through ctypes with structures that are filled beforehand: `CudaKe
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import (
     POINTER,
@@ -262,6 +262,17 @@ class KeptLaunches(dict[tuple[object, ...], PreparedLaunch | None]):
         if len(self) >= self._most and key not in self:
             self.clear()
         super().__setitem__(key, launch)
+
+    def run(self, key: tuple[object, ...], prepare: Callable[[], PreparedLaunch | None]) -> bool:
+        """Run the launch of a key, prepared if there is none yet. Whether a kernel does it."""
+        try:
+            launch = self[key]
+        except KeyError:
+            launch = self[key] = prepare()
+        if launch is None:
+            return False
+        launch.run()
+        return True
 
 
 def _check_shape(grid: tuple[int, int, int], threads: int, cluster: int) -> None:

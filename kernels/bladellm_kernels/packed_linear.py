@@ -201,14 +201,7 @@ def launch_packed_linear(
         *(weight.tiles.data_ptr(), weight.factors.data_ptr(), weight.rows, weight.gated),
         *(residual_at, residual_stride),
     )
-    try:
-        prepared = _launches[key]
-    except KeyError:
-        prepared = _launches[key] = _prepare(x, weight, out, residual, schedule)
-    if prepared is None:
-        return False
-    prepared.run()
-    return True
+    return _launches.run(key, lambda: _prepare(x, weight, out, residual, schedule))
 
 
 def _prepare(

@@ -149,12 +149,7 @@ def launch_wide_linear(
     warning, where the machine cannot compile or load it. Raises ValueError where the schedule does not fit.
     """
     key = (schedule, x.get_device(), x.dtype, *(_layout(matrix) for matrix in (x, weight, out, residual)))
-    if key not in _launches:
-        _launches[key] = _prepare(x, weight, out, residual, schedule)
-    prepared = _launches[key]
-    if prepared is not None:
-        prepared.run()
-    return prepared is not None
+    return _launches.run(key, lambda: _prepare(x, weight, out, residual, schedule))
 
 
 def _layout(matrix: torch.Tensor | None) -> tuple[object, ...] | None:

@@ -33,10 +33,16 @@ def test_auto_takes_a_share_of_the_memory_the_engine_may_use(hopper):
     assert asked("on") > TOTAL
 
 
-@pytest.mark.parametrize("flags", [{"enable_lora": True}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("flags", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_auto_leaves_engines_alone_that_nobody_measured(hopper, flags):
     assert asked("auto", **flags) == 0
     assert asked("on", **flags) > TOTAL
+
+
+def test_adapters_lie_where_packed_weights_do_not_look(hopper):
+    assert asked("auto", enable_lora=True) == 0
+    with pytest.raises(ConfigError, match="serves no --enable_lora"):
+        asked("on", enable_lora=True)
 
 
 @pytest.mark.parametrize(

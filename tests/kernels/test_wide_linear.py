@@ -12,6 +12,7 @@ import pytest
 import torch
 from bladellm_kernels import wide_linear
 from bladellm_kernels.cuda_compiler import CudaCompilerError
+from bladellm_kernels.cuda_kernel import KeptLaunches
 from bladellm_kernels.hopper_parts import SHARED_BYTES, matrices_fit
 from bladellm_kernels.linear import linear_reference, linear_silu_mul_reference
 from bladellm_kernels.wide_linear import (
@@ -151,7 +152,7 @@ def test_without_a_compiler_nothing_is_launched_and_one_warning_says_so(error, m
         raise error
 
     monkeypatch.setattr(wide_linear, "compile_cuda", fail)
-    monkeypatch.setattr(wide_linear, "_launches", {})
+    monkeypatch.setattr(wide_linear, "_launches", KeptLaunches())
     wide_linear._kernel.cache_clear()
     x, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((8, 64), (64, 64), (8, 32)))
     with pytest.warns(UserWarning, match="left to other kernels") as told:
@@ -294,7 +295,7 @@ def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster, stream_k):
 @ON_HOPPER
 @pytest.mark.gpu
 def test_few_launches_are_kept(monkeypatch):
-    monkeypatch.setattr(wide_linear, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(wide_linear, "_launches", KeptLaunches(3))
     for _ in range(5):
         x, weight = inside(300, 64, torch.bfloat16, 1), inside(128, 64, torch.bfloat16, 0.125)
         out = inside(300, 64, torch.bfloat16, None)

@@ -11,6 +11,7 @@ from bladellm_runtime.layers.packed_linear import PackedLinear
 from bladellm_runtime.models import loading
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.loading import load_model
+from bladellm_runtime.models.lora_layout import LoraShape
 from bladellm_runtime.models.packed_layers import added_bytes, pack_linears, packable_bytes
 from tests.models.harness import Sequences, random_prompt, save_tiny
 
@@ -21,11 +22,11 @@ def linear(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16, **opt
     return Linear(torch.randn(outputs, inputs).to(dtype), **options)
 
 
-def load(folder, most_packed: int = 2**62):
-    spec, cpu = read_model_spec(folder), torch.device("cpu")
+def load(folder, most_packed: int = 2**62, lora: LoraShape | None = None):
     return load_model(
-        folder, spec, device=cpu, dtype=torch.bfloat16, load_format="auto", seed=0, most_packed=most_packed
-    )
+        folder, read_model_spec(folder), device=torch.device("cpu"), dtype=torch.bfloat16, load_format="auto", seed=0,
+        most_packed=most_packed, lora=lora,
+    )  # fmt: skip
 
 
 def test_plain_layers_of_whole_tiles_are_packed():
@@ -75,6 +76,13 @@ def test_logits_of_packed_weights_are_close_to_those_of_plain_ones(family, tmp_p
         assert (first - second).abs().max() <= 0.05 * first.abs().max()
         assert bool(served) == (len(tokens) <= MAX_ROWS)
         served.clear()
+
+
+def test_layers_with_room_for_adapters_behind_their_weight_are_not_packed(tmp_path):
+    save_tiny(tmp_path, "llama", **WHOLE_TILES, vocab_size=128)
+    model = load(tmp_path, lora=LoraShape(2, 4, torch.bfloat16))
+    assert isinstance(model.head, PackedLinear)
+    assert model.packed_bytes == model.head.packed.bytes
 
 
 def test_there_are_none_where_they_would_take_more_than_they_may(tmp_path, monkeypatch):
