@@ -36,12 +36,10 @@ def test_answers_are_those_of_plain_weights(demo_model, options):
             assert any(name == "packed weights" for name, _ in llm.ready.memory) == (mode == "on")
             found.append(scored(llm, prompts))
             assert llm.stats().kernel_compiles_after_ready == 0
-    agreed = 0
     for (plain, plain_scores), (packed, packed_scores) in zip(*found, strict=True):
-        # Until tokens part, as they may at near ties, scores are close; behind it contexts differ.
+        # Until tokens part, which they do at near ties alone, scores are close; behind it contexts differ.
         same = next((place for place in range(len(plain)) if plain[place] != packed[place]), len(plain))
-        agreed += same
-        assert all(
-            abs(one - other) <= 0.15 for one, other in zip(plain_scores[:same], packed_scores[:same], strict=True)
-        )
-    assert agreed >= 0.8 * 12 * count - 12
+        both = zip(plain_scores[: same + 1], packed_scores[: same + 1], strict=True)
+        assert all(abs(one - other) <= 0.15 for one, other in both)
+    agreed = sum(plain[0] == packed[0] for (plain, _), (packed, _) in zip(*found, strict=True))
+    assert agreed >= 0.8 * count - 2
