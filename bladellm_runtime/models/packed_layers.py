@@ -8,7 +8,7 @@ from bladellm_kernels.packed_weight import can_pack, pack_weight, packed_bytes
 from bladellm_runtime.layers.linear import Linear, LinearLayer
 from bladellm_runtime.layers.packed_linear import PackedLinear
 
-GATED = "gate_up"
+GATED_LAYER = "gate_up"
 """The layer whose gate follows, by the last part of its name."""
 
 
@@ -34,7 +34,7 @@ def _is_packable(layer: LinearLayer) -> TypeGuard[Linear]:
 def _packed(name: str, layer: LinearLayer) -> LinearLayer:
     if not _is_packable(layer):
         return layer
-    gated = name.rpartition(".")[2] == GATED
+    gated = name.rpartition(".")[2] == GATED_LAYER
     # The kernel has no bias beside a gate.
     packed = None if gated and layer.bias is not None else pack_weight(layer.weight, gated)
     return layer if packed is None else PackedLinear(layer.weight, packed, layer.bias)

@@ -9,7 +9,8 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
@@ -26,6 +27,9 @@ MAJOR_VERSIONS = ("13", "12")
 OPTIONS = ("--std=c++17", "-default-device")
 SHOWN_LINES = 3
 """Of the compiler's log in an error."""
+
+MAX_COMPILERS = 8
+"""Threads: NVRTC leaves Python's lock to others."""
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -130,6 +134,13 @@ def compile_cuda(
     if listener is not None:
         listener(name, found, time.perf_counter() - started)
     return cubin
+
+
+def compile_side_by_side(sources: Iterable[tuple[str, Mapping[str, int | str]]], name: str) -> None:
+    """Have the cubins of some sources on disk, where `compile_cuda` finds them by the same name. What is wrong with one
+    it says there."""
+    with ThreadPoolExecutor(MAX_COMPILERS) as pool, suppress(OSError, RuntimeError):
+        list(pool.map(lambda source: compile_cuda(source[0], source[1], name=name), sources))
 
 
 @cache

@@ -20,17 +20,21 @@ struct alignas(64) CUtensorMap {
     unsigned long long opaque[16];
 };
 
-struct Place {
+// In a ring of so many stages.
+template <int COUNT>
+struct RingPlace {
     int stage = 0;
     unsigned phase = 0;
 
     __device__ void advance() {
-        if (++stage == STAGES) {
+        if (++stage == COUNT) {
             stage = 0;
             phase ^= 1;
         }
     }
 };
+
+using Place = RingPlace<STAGES>;
 
 __device__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));

@@ -19,17 +19,7 @@ constexpr unsigned WEIGHTS_AT = STAGES * X_BYTES;
 // Of the thread's fragment of a tile, 16 pairs of inputs beside each other: four of each product's 16 inputs.
 constexpr int PAIRS = 16;
 
-struct WeightPlace {
-    int stage = 0;
-    unsigned phase = 0;
-
-    __device__ void advance() {
-        if (++stage == WEIGHT_STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
+using WeightPlace = RingPlace<WEIGHT_STAGES>;
 
 struct Places {
     Place x;

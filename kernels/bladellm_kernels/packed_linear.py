@@ -9,8 +9,6 @@ same numbers, summed in float32.
 
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bladellm_kernels.cuda_compiler import compile_cuda
+from bladellm_kernels.cuda_compiler import compile_cuda, compile_side_by_side
 from bladellm_kernels.cuda_kernel import CudaKernel, KeptLaunches, PreparedLaunch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.hopper_parts import (
@@ -44,9 +42,6 @@ MAX_TOKENS = 256
 """Columns of a product of a warpgroup, and rows of a copy."""
 MAX_GROUPS, MAX_CLUSTER = 2, 3
 """Consumer warpgroups, and CTAs of a cluster: more of these do not fit an H200 at once (`cluster_linear`)."""
-
-MAX_COMPILERS = 8
-"""Threads: NVRTC leaves Python's lock to others."""
 
 _PRODUCER_WARPS = 2
 _HELD_REGISTERS = 32
@@ -172,11 +167,9 @@ def prepare_kernels(weight: PackedWeight, rows: Sequence[int], residual: bool) -
     """Compile side by side, and load, the kernels for a weight on a Hopper and so many rows of x."""
     if not on_hopper(weight.tiles):
         return
-    found = {schedule_for(count, weight.rows, weight.inputs) for count in rows} - {None}
+    found = {schedule_for(count, weight.rows, weight.inputs) for count in rows}
     schedules = [schedule for schedule in found if schedule is not None]
-    with ThreadPoolExecutor(MAX_COMPILERS) as pool, suppress(OSError, RuntimeError):
-        sources = [source(schedule, weight.gated, residual) for schedule in schedules]
-        list(pool.map(lambda given: compile_cuda(given[0], given[1], name=_SOURCE.name), sources))
+    compile_side_by_side([source(schedule, weight.gated, residual) for schedule in schedules], _SOURCE.name)
     for schedule in schedules:
         _kernel(schedule, weight.gated, residual, weight.tiles.get_device())
 

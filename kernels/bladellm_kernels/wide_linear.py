@@ -13,15 +13,13 @@ cache. They are added in one order, so that results do not vary.
 
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from bladellm_kernels.cuda_compiler import compile_cuda
+from bladellm_kernels.cuda_compiler import compile_cuda, compile_side_by_side
 from bladellm_kernels.cuda_kernel import CudaKernel, KeptLaunches, PreparedLaunch
 from bladellm_kernels.hopper_device import on_hopper
 from bladellm_kernels.hopper_parts import (
@@ -41,8 +39,6 @@ from bladellm_kernels.tensor_map import TensorMap, tensor_map
 MAX_TOKENS, TOKENS_STEP = 256, 16
 """Rows of x that one tile can have, and what they are a multiple of: two matrices of results, a swizzled half."""
 MAX_GROUPS, MAX_CLUSTER = 3, 2
-MAX_COMPILERS = 8
-"""Threads: NVRTC leaves Python's lock to others."""
 LEAST_STEPS = 4
 """Of 64 inputs of a tile that a cluster takes, at least, where it is divided."""
 
@@ -130,9 +126,8 @@ def prepare_kernels(schedules: Sequence[WideSchedule], weight: torch.Tensor) -> 
     if not on_hopper(weight):
         return
     kernels = [(schedule, residual) for schedule in schedules for residual in (False, True)[: 2 - schedule.gated]]
-    with ThreadPoolExecutor(MAX_COMPILERS) as pool, suppress(OSError, RuntimeError):
-        sources = [source(schedule, weight.dtype, residual) for schedule, residual in kernels]
-        list(pool.map(lambda given: compile_cuda(given[0], given[1], name=_SOURCE.name), sources))
+    sources = [source(schedule, weight.dtype, residual) for schedule, residual in kernels]
+    compile_side_by_side(sources, _SOURCE.name)
     for schedule, residual in kernels:
         _kernel(schedule, weight.dtype, residual, weight.get_device())
 

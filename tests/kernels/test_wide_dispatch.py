@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from bladellm_kernels import hopper_parts, wide_linear
+from bladellm_kernels import cuda_compiler, hopper_parts, wide_linear
 from bladellm_kernels import linear as module
 from bladellm_kernels.linear import (
     linear,
@@ -130,7 +130,7 @@ def test_all_kernels_that_a_table_may_ask_for_are_compiled_and_loaded(compiles, 
         return b""
 
     monkeypatch.setattr(wide_linear, "on_hopper", lambda matrix: True)
-    monkeypatch.setattr(wide_linear, "compile_cuda", compile_one)
+    monkeypatch.setattr(cuda_compiler, "compile_cuda", compile_one)
     monkeypatch.setattr(wide_linear, "_kernel", lambda *given: loaded.append(given[:3]))
     wide_linear.prepare_kernels([PLAIN, GATED], torch.zeros(8, 8, dtype=torch.bfloat16))
     assert sorted(compiled) == ([(128, 1, 0), (144, 0, 0), (144, 0, 1)] if compiles else [])
