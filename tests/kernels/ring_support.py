@@ -1,5 +1,7 @@
 """What simulations of rings of stages in shared memory have in common."""
 
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -24,3 +26,25 @@ class Barrier:
     def passed(self, parity: int) -> bool:
         """Whether a wait for the phase of this parity is over."""
         return self.phase & 1 != parity
+
+
+def take_turns(
+    parts: dict[str, Iterator[bool]],
+    copies: Iterator[bool],
+    most_idle: int,
+    before_turn: Callable[[], None],
+    choose: Callable[[list[str]], str] = random.choice,
+) -> None:
+    """Let parts go on, and copies, which never end, in random order until all parts have ended. Each says whether it
+    went on. AssertionError after so many turns in which nobody did."""
+    idle = 0
+    while parts and idle < most_idle:
+        name = choose(["copies", *parts])
+        before_turn()
+        try:
+            went_on = next(copies if name == "copies" else parts[name])
+        except StopIteration:
+            del parts[name]
+            went_on = True
+        idle = 0 if went_on else idle + 1
+    assert not parts, "nobody goes on"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.ring_support import Barrier
+from tests.kernels.ring_support import Barrier, take_turns
 
 
 class RingRun:
@@ -69,19 +69,13 @@ class RingRun:
             stage, phase = (stage + 1, phase) if stage + 1 < self.stages else (0, phase ^ 1)
         self.reading[before].discard(warp)
 
+    def come_nearer(self) -> None:
+        """What the kernel in front writes may be there from some turn on."""
+        self.inputs_ready |= random.random() < 0.1
+
     def run(self) -> None:
         parts = {"producer": self.producer(), **{str(warp): self.consumer(warp) for warp in range(self.warps)}}
-        copies, idle = self.copies(), 0
-        while parts and idle < 2000:
-            name = random.choice(["copies", *parts])
-            self.inputs_ready |= random.random() < 0.1
-            try:
-                went_on = next(copies if name == "copies" else parts[name])
-            except StopIteration:
-                del parts[name]
-                went_on = True
-            idle = 0 if went_on else idle + 1
-        assert not parts, "nobody goes on"
+        take_turns(parts, self.copies(), 2000, self.come_nearer)
         assert not self.under_way
 
 

@@ -11,7 +11,7 @@ import pytest
 from bladellm_kernels.cuda_compiler import compile_cuda
 from bladellm_kernels.packed_linear import MAX_ROWS, PackedSchedule, schedule_for, source
 
-from tests.kernels.ring_support import Barrier
+from tests.kernels.ring_support import Barrier, take_turns
 from tests.support.cases import drawn_of
 
 MODEL = {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)}
@@ -75,21 +75,15 @@ class RingsRun:
             else:
                 yield False
 
+    def come_nearer(self) -> None:
+        """What the kernel in front writes may be there from some turn on."""
+        self.inputs_ready |= random.random() < 0.1
+
     def run(self) -> None:
         consumers = [Consumer(self, warp) for warp in range(4 * self.groups)]
         parts = {"x": self.producer(self.x, 1), "weight": self.producer(self.weight, self.tiles)}
         parts |= {str(consumer.warp): consumer.run() for consumer in consumers}
-        copies, idle = self.copies(), 0
-        while parts and idle < IDLE:
-            name = random.choice(["copies", *parts])
-            self.inputs_ready |= random.random() < 0.1
-            try:
-                went_on = next(copies if name == "copies" else parts[name])
-            except StopIteration:
-                del parts[name]
-                went_on = True
-            idle = 0 if went_on else idle + 1
-        assert not parts, "nobody goes on"
+        take_turns(parts, self.copies(), IDLE, self.come_nearer)
         assert not self.under_way, "a tile is on its way where the sums will lie"
         assert all(consumer.ended == list(range(self.count)) for consumer in consumers)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.ring_support import Barrier
+from tests.kernels.ring_support import Barrier, take_turns
 
 
 class Block:
@@ -108,25 +108,22 @@ class ClusterRun:
     def all_ready(self) -> bool:
         return all(block.ready for block in self.blocks)
 
+    def come_nearer(self) -> None:
+        """What the kernel in front writes may be there from some turn on."""
+        self.inputs_ready |= random.random() < 0.1
+
     def run(self) -> None:
         """Until all wait for the cluster at the end; what were to come then would come too late."""
         parts = {f"producer {rank}": self.producer(rank) for rank in range(self.cluster)}
         for rank in range(self.cluster):
             parts |= {f"warp {warp} of {rank}": self.consumer(rank, warp) for warp in range(self.warps)}
-        copies, idle = self.copies(), 0
         # Some are slower than others, in another way each time.
         speeds = {name: random.random() ** 2 + 0.01 for name in ["copies", *parts]}
-        while parts and idle < 20000:
-            names = ["copies", *parts]
-            name = random.choices(names, [speeds[each] for each in names])[0]
-            self.inputs_ready |= random.random() < 0.1
-            try:
-                went_on = next(copies if name == "copies" else parts[name])
-            except StopIteration:
-                del parts[name]
-                went_on = True
-            idle = 0 if went_on else idle + 1
-        assert not parts, "nobody goes on"
+
+        def choose(names: list[str]) -> str:
+            return random.choices(names, [speeds[each] for each in names])[0]
+
+        take_turns(parts, self.copies(), 20000, self.come_nearer, choose)
         assert not self.under_way
 
 
