@@ -2,8 +2,7 @@
 # name its Python and no venv:  make test-gpu PYTHON=python3 VENV=
 PYTHON ?= python3
 VENV ?= .venv
-# One more than the two cores that the tests are meant for: they wait for servers and clocks a quarter of their time.
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST_ARGS ?=
 OUT ?= bench-gpu
 
