@@ -47,8 +47,7 @@ class Variant:
 
     def bits(self, head_dim: int) -> float:
         """Bits a number takes, scales included."""
-        stored = 8 * self.format.dtype(torch.bfloat16).itemsize / self.format.per_element
-        return stored + 16 * self.format.planes / head_dim
+        return 8 * self.format.number_bytes(torch.bfloat16) + 16 * self.format.planes / head_dim
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         """Keys [..., D] as they are read back."""

@@ -27,7 +27,7 @@ def pick_kv_format(args: EngineArgs, spec: ModelSpec, device: torch.device) -> K
 
 def format_problem(format: KvFormat, head_dim: int, capability: tuple[int, int] | None) -> str | None:
     """Why a format cannot be had; capability: of the CUDA device, None for a CPU, which can have all of them."""
-    if head_dim % format.per_element:
+    if head_dim % format.multiple:
         return f"needs heads of even size, not {head_dim}"
     if capability is not None and format.name.startswith("fp8") and capability < FP8_CAPABILITY:
         return "needs a GPU of compute capability {}.{} or more, not {}.{}".format(*FP8_CAPABILITY, *capability)
@@ -44,7 +44,7 @@ def key_rotation(
     asked = args.kv_cache_hadamard == "on"
     if asked and args.kv_cache_quant == NO_QUANT.name:
         raise ConfigError("--kv_cache_hadamard on does nothing for an unquantized KV cache; set --kv_cache_quant too")
-    if not format.quantized or not (asked or (args.kv_cache_hadamard == "auto" and format.per_element == 2)):
+    if not format.quantized or not (asked or (args.kv_cache_hadamard == "auto" and format.nibbles)):
         return None
     try:
         return hadamard_matrix(head_dim, dtype, device)

@@ -85,8 +85,8 @@ def load_units(
     granule: tl.tensor,
     VALUE: tl.constexpr,
     SHAPE: tl.constexpr,
-) -> tl.tensor:
-    """The units of a block's keys, [warps, tokens, units_padded], or values, [warps, units_padded, tokens].
+) -> tl.tuple:
+    """The words of units of a block's keys, [warps, tokens, units_padded], or values, [warps, units_padded, tokens].
 
     Outside the span, where blocks lie in one granule, what is stored there; but no NaN among values. Else 0.
     """
@@ -114,15 +114,19 @@ def load_units(
         mask = inside[:, :, None]
         used = (unit < SHAPE.units)[None, None, :]
     # The rest of a granule is the sequence's own memory. Its scores are hidden; values must be numbers,
-    # as integer codes are.
-    if SHAPE.one_granule and (SHAPE.integer or not VALUE):
-        if SHAPE.units == SHAPE.units_padded:
-            units = tl.load(places)
+    # as `bounded` codes are.
+    WORDS: tl.constexpr = SHAPE.words
+    words: tl.tuple = ()
+    for word in tl.static_range(WORDS):
+        if SHAPE.one_granule and (SHAPE.bounded or not VALUE):
+            if SHAPE.units == SHAPE.units_padded:
+                units = tl.load(places + word * SHAPE.units)
+            else:
+                units = tl.load(places + word * SHAPE.units, mask=used, other=0)
         else:
-            units = tl.load(places, mask=used, other=0)
-    else:
-        units = tl.load(places, mask=mask & used, other=0)
-    return units
+            units = tl.load(places + word * SHAPE.units, mask=mask & used, other=0)
+        words += (units,)
+    return words
 
 
 @triton.jit  # type: ignore[untyped-decorator]

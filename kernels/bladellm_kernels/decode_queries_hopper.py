@@ -119,7 +119,8 @@ def _load_pairs(place: gl.tensor, inside: gl.tensor, NUMBER: gl.constexpr, SHAPE
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def turn_queries(parts: gl.tuple, scale: gl.tensor, SHAPE: gl.constexpr) -> Queries:
-    """Queries against quantized memory become float16, with the largest of a row between 1 and 2."""
+    """Queries against quantized memory become float16, with the largest of a row between 1 and 2, or stay bfloat16
+    and are raised by `DecodeShape.queries_raised`."""
     PARTS: gl.constexpr = SHAPE.parts
     ROWS: gl.constexpr = rows_layout(SHAPE)
     factor = gl.full((SHAPE.warps, SHAPE.rows), 0.0, gl.float32, gl.SliceLayout(1, operand_layout(SHAPE, 1)))
@@ -133,15 +134,16 @@ def turn_queries(parts: gl.tuple, scale: gl.tensor, SHAPE: gl.constexpr) -> Quer
         # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
         exponent = highest.to(gl.int32, bitcast=True) & 0x7F800000
         factor *= exponent.to(gl.float32, bitcast=True)
-        shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
+        shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True) * SHAPE.query_factor
+    TYPE: gl.constexpr = parts[0].dtype if SHAPE.queries_raised > 0 else gl.float16
     turned: gl.tuple = ()
     total = parts[0].to(gl.float32) * 0.0
     for part in gl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled:
-            numbers = (numbers.to(gl.float32) * shrink[:, None, :]).to(gl.float16)
+            numbers = (numbers.to(gl.float32) * shrink[:, None, :]).to(TYPE)
         total += numbers.to(gl.float32)
-        if PARTS == 4 and part % 2 == 0:
+        if SHAPE.nibbles and part % 2 == 0:
             # As upper nibbles count.
             numbers = (numbers.to(gl.float32) * 16).to(numbers.dtype)
         turned += (numbers,)

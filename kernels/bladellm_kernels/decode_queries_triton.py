@@ -92,7 +92,8 @@ def load_queries(
 def turn_queries(parts: tl.tuple, scale: tl.tensor, SHAPE: tl.constexpr) -> tl.tuple:
     """The parts of the queries [warps, units_padded, rows], their sum over the head [rows], and the factor of scores.
 
-    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2.
+    Against quantized memory 16-bit queries become float16, with the largest between 1 and 2, or stay bfloat16 and are
+    raised by `DecodeShape.queries_raised`.
     """
     PARTS: tl.constexpr = SHAPE.parts
     factor = scale * LOG2E
@@ -104,15 +105,16 @@ def turn_queries(parts: tl.tuple, scale: tl.tensor, SHAPE: tl.constexpr) -> tl.t
         # 2^e with 2^e <= largest < 2^(e + 1), and 2^-e, from the exponent's bits.
         exponent = tl.max(highest).to(tl.int32, bitcast=True) & 0x7F800000
         factor *= exponent.to(tl.float32, bitcast=True)
-        shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * SHAPE.query_factor
+    TYPE: tl.constexpr = parts[0].dtype if SHAPE.queries_raised > 0 else tl.float16
     sums = tl.full((SHAPE.units_padded, SHAPE.rows), 0.0, tl.float32)
     turned: tl.tuple = ()
     for part in tl.static_range(PARTS):
         numbers = parts[part]
         if SHAPE.scaled and parts[0].dtype != tl.float32:
-            numbers = (numbers.to(tl.float32) * shrink).to(tl.float16)
+            numbers = (numbers.to(tl.float32) * shrink).to(TYPE)
         sums += numbers.to(tl.float32)
-        if PARTS == 4 and part % 2 == 0:
+        if SHAPE.nibbles and part % 2 == 0:
             # As upper nibbles count.
             numbers *= 16
         turned += (tl.broadcast_to(numbers[None], (SHAPE.warps, SHAPE.units_padded, SHAPE.rows)),)

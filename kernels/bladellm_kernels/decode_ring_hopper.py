@@ -22,15 +22,17 @@ PRODUCER_REGISTERS = gl.constexpr(56)
 class Ring(NamedTuple):
     """Of every stage a block, [2, warps, tokens, units], as which its keys and values are fetched together; the same as
     `boxes`, [warps * tokens, units] of keys and then of values, where the copy engine fetches them; the same as
-    `units`, [warps, tokens, units] of keys and then of values; `planes`, the words of their scales and zeros as they
-    are fetched, [`scale_planes`, warps, tokens / 2], and `words`, one plane each; and barriers that say that they are
-    here (`full`) or have been read (`empty`)."""
+    `units`, [warps, tokens, units] of keys and then of values; one of each for every buffer (`buffers`). `planes`: the
+    words of their scales and zeros as they are fetched, [`scale_planes`, warps, tokens / 2]; the same as `scale_boxes`,
+    where the copy engine fetches them; the same as `scales`, one plane each, of words or, where boxed, of scales. And
+    barriers that say that all is here (`full`) or has been read (`empty`)."""
 
-    blocks: gl.shared_memory_descriptor
-    boxes: gl.shared_memory_descriptor
-    units: gl.shared_memory_descriptor
+    blocks: gl.tuple
+    boxes: gl.tuple
+    units: gl.tuple
     planes: gl.tuple
-    words: gl.tuple
+    scale_boxes: gl.tuple
+    scales: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -52,13 +54,29 @@ def units_layout(units: int, rank: int) -> gl.SwizzledSharedLayout:
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def boxes_layout(shape: DecodeShape, rank: int) -> gl.SharedLinearLayout:
-    """Of a box [warps, tokens, units], or of two of them, [2, warps, tokens, units]: lines of 64 units, 128 bytes, the
-    first ones of all tokens first; the eight parts of a line change places by the token's last bits."""
-    units = [[0, 0, 0, 1 << bit] for bit in range(6)]
-    tokens = [[0, 0, 1 << bit, 8 << bit if bit < 3 else 0] for bit in range(shape.tokens.bit_length() - 1)]
+def buffers(shape: DecodeShape) -> int:
+    """Of a stage: of 12 bits one has lower bytes, the words of parts 0 and 2 and then of 1 and 3, and one nibbles."""
+    return 2 if shape.words == 3 else 1
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def buffer_units(shape: DecodeShape, buffer: int) -> int:
+    """Of a token's key, or value: 16 bits each."""
+    return shape.units if shape.words == 1 or buffer == 1 else 2 * shape.units
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def boxes_layout(shape: DecodeShape, width: int, rank: int) -> gl.SharedLinearLayout:
+    """Of a box [warps, tokens, width], or of two of them, [2, warps, tokens, width]: lines of 64 units, 128 bytes, or
+    of 32, the first ones of all tokens first; the parts of a line, 16 bytes each, change places by the bits of a token
+    that tell lines of 128 bytes apart."""
+    line = min(width, 64).bit_length() - 1
+    first = 6 - line
+    swaps = {first + bit: 8 << bit for bit in range(line - 3)}
+    units = [[0, 0, 0, 1 << bit] for bit in range(line)]
+    tokens = [[0, 0, 1 << bit, swaps.get(bit, 0)] for bit in range(shape.tokens.bit_length() - 1)]
     warps = [[0, 1 << bit, 0, 0] for bit in range(shape.warps.bit_length() - 1)]
-    lines = [[0, 0, 0, 1 << bit] for bit in range(6, shape.units.bit_length() - 1)]
+    lines = [[0, 0, 0, 1 << bit] for bit in range(line, width.bit_length() - 1)]
     values = [[1, 0, 0, 0]] if rank == 4 else []
     bases = [*units, *tokens, *warps, *lines, *values]
     return gl.SharedLinearLayout([basis[-rank:] for basis in bases], alignment=1024)
@@ -91,30 +109,25 @@ def scale_planes(shape: DecodeShape) -> int:
     return 2 * (1 + shape.affine) if shape.scaled else 0
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def scale_boxes_layout(shape: DecodeShape) -> gl.NVMMASharedLayout:
+    """Of words of two scales, [planes, block_kv / 2], one behind the other."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> Ring:
-    WARPS: gl.constexpr = SHAPE.warps
-    TOKENS: gl.constexpr = SHAPE.tokens
-    UNITS: gl.constexpr = SHAPE.units
-    PLANES: gl.constexpr = scale_planes(SHAPE)
+    BUFFERS: gl.constexpr = buffers(SHAPE)
     COUNT: gl.constexpr = 1 if SHAPE.boxed else 32 * PRODUCER_WARPS
-    if SHAPE.boxed:
-        BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS * TOKENS, UNITS], dtype)
-        boxes = gl.allocate_shared_memory(dtype, [STAGES * 2, WARPS * TOKENS, UNITS], BOX)
-        blocks = boxes._reinterpret(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], boxes_layout(SHAPE, 4))
-        units = boxes._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], boxes_layout(SHAPE, 3))
-    else:
-        blocks = gl.allocate_shared_memory(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 4))
-        units = blocks._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 3))
-        boxes = blocks
-    words: gl.tuple = ()
-    planes: gl.tuple = ()
-    if PLANES > 0:
-        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        PLANE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        together = gl.allocate_shared_memory(gl.int32, [STAGES, PLANES, WARPS, TOKENS // 2], WORDS)
-        planes += (together,)
-        words += (together._reinterpret(gl.int32, [STAGES * PLANES, WARPS, TOKENS // 2], PLANE),)
+    boxes: gl.tuple = ()
+    blocks: gl.tuple = ()
+    units: gl.tuple = ()
+    for buffer in gl.static_range(BUFFERS):
+        box, block, numbers = _new_buffer(dtype, buffer, SHAPE, STAGES)
+        boxes += (box,)
+        blocks += (block,)
+        units += (numbers,)
+    planes, scale_boxes, scales = _new_scales(SHAPE, STAGES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -124,15 +137,58 @@ def new_ring(dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> 
         # The copy engine sees the barriers.
         fence_async_shared()
         gl.thread_barrier()
-    return Ring(blocks, boxes, units, planes, words, full, empty)
+    return Ring(blocks, boxes, units, planes, scale_boxes, scales, full, empty)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _new_buffer(dtype: gl.constexpr, BUFFER: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr) -> gl.tuple:
+    """A buffer of all stages as boxes, as blocks and as units; boxes are blocks where there are none."""
+    WARPS: gl.constexpr = SHAPE.warps
+    TOKENS: gl.constexpr = SHAPE.tokens
+    UNITS: gl.constexpr = buffer_units(SHAPE, BUFFER)
+    if SHAPE.boxed:
+        BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS * TOKENS, UNITS], dtype)
+        boxes = gl.allocate_shared_memory(dtype, [STAGES * 2, WARPS * TOKENS, UNITS], BOX)
+        blocks = boxes._reinterpret(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], boxes_layout(SHAPE, UNITS, 4))
+        units = boxes._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], boxes_layout(SHAPE, UNITS, 3))
+    else:
+        blocks = gl.allocate_shared_memory(dtype, [STAGES, 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 4))
+        units = blocks._reinterpret(dtype, [STAGES * 2, WARPS, TOKENS, UNITS], units_layout(UNITS, 3))
+        boxes = blocks
+    return boxes, blocks, units
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _new_scales(SHAPE: gl.constexpr, STAGES: gl.constexpr) -> gl.tuple:
+    """`Ring.planes`, `Ring.scale_boxes` and `Ring.scales`, each of one or, unquantized, none."""
+    WARPS: gl.constexpr = SHAPE.warps
+    TOKENS: gl.constexpr = SHAPE.tokens
+    PLANES: gl.constexpr = scale_planes(SHAPE)
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    PLANE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    planes: gl.tuple = ()
+    boxes: gl.tuple = ()
+    scales: gl.tuple = ()
+    if PLANES > 0:
+        if SHAPE.boxed:
+            BOX: gl.constexpr = scale_boxes_layout(SHAPE)
+            box = gl.allocate_shared_memory(gl.int32, [STAGES, PLANES, WARPS * TOKENS // 2], BOX)
+            boxes += (box,)
+            planes += (box._reinterpret(gl.int32, [STAGES, PLANES, WARPS, TOKENS // 2], WORDS),)
+            scales += (box._reinterpret(gl.float16, [STAGES * PLANES, WARPS, TOKENS], PLANE),)
+        else:
+            together = gl.allocate_shared_memory(gl.int32, [STAGES, PLANES, WARPS, TOKENS // 2], WORDS)
+            planes += (together,)
+            scales += (together._reinterpret(gl.int32, [STAGES * PLANES, WARPS, TOKENS // 2], PLANE),)
+    return planes, boxes, scales
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def token_of_row(row: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
     """Which token of a warp's a row of its tile is: of every 16 with scales first the even ones, since a thread's rows
-    of a tensor core tile lie 8 apart, and so share a word of scales."""
+    of a tensor core tile lie 8 apart, and so share a word of scales. The copy engine leaves them as they are."""
     token = row
-    if SHAPE.scaled:
+    if SHAPE.scaled and not SHAPE.boxed:
         token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
     return token
 
@@ -141,7 +197,7 @@ def token_of_row(row: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
 def fetch_blocks(
     ring: gl.tuple,
     kv: gl.tuple,
-    boxes: tma.tensor_descriptor | None,
+    boxes: gl.tuple,
     plan: gl.tuple,
     work: gl.tuple,
     window: gl.tensor,
@@ -198,11 +254,32 @@ def _fetch_block(
     SHAPE: gl.constexpr,
 ) -> None:
     """Start to copy the block at `position` of a granule; outside the span nothing is read, and zeros are left."""
-    LAYOUT: gl.constexpr = copy_layout(SHAPE.units, SHAPE.lane_heads)
+    BUFFERS: gl.constexpr = buffers(SHAPE)
+    for buffer in gl.static_range(BUFFERS):
+        _fetch_buffer(ring.blocks[buffer].index(stage), kv, span, position, granule, buffer, SHAPE)
+    if SHAPE.scaled:
+        _fetch_words(ring.planes[0], stage, kv, granule, span.head, position, SHAPE)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=SHAPE.boxed)
+    if SHAPE.boxed:
+        mbarrier.arrive(ring.full.index(stage))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _fetch_buffer(
+    block: gl.shared_memory_descriptor,
+    kv: gl.tuple,
+    span: gl.tuple,
+    position: gl.tensor,
+    granule: gl.tensor,
+    BUFFER: gl.constexpr,
+    SHAPE: gl.constexpr,
+) -> None:
+    UNITS: gl.constexpr = buffer_units(SHAPE, BUFFER)
+    LAYOUT: gl.constexpr = copy_layout(UNITS, SHAPE.lane_heads)
     value = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     warp = gl.arange(0, SHAPE.warps, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     row = gl.arange(0, SHAPE.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
-    unit = gl.arange(0, SHAPE.units, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    unit = gl.arange(0, UNITS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     HEAD_WARPS: gl.constexpr = SHAPE.head_warps
     token = (warp % HEAD_WARPS * SHAPE.tokens)[None, :, None, None] + token_of_row(row, SHAPE)[None, None, :, None]
     token = token + (value * 0)[:, None, None, None]
@@ -216,20 +293,15 @@ def _fetch_block(
     inside = token < span.kv_len - position
     if SHAPE.windowed:
         inside &= token >= span.lowest - position
-    places = payload + (offset + unit[None, None, None, :])
-    async_copy.async_copy_global_to_shared(ring.blocks.index(stage), places, mask=inside)
-    if SHAPE.scaled:
-        _fetch_words(ring.planes[0], stage, kv, granule, span.head, position, SHAPE)
-    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=SHAPE.boxed)
-    if SHAPE.boxed:
-        mbarrier.arrive(ring.full.index(stage))
+    places = payload + (offset + (unit + BUFFER * 2 * SHAPE.units)[None, None, None, :])
+    async_copy.async_copy_global_to_shared(block, places, mask=inside)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _fetch_boxes(
     ring: gl.tuple,
     kv: gl.tuple,
-    boxes: tma.tensor_descriptor | None,
+    boxes: gl.tuple,
     span: gl.tuple,
     position: gl.tensor,
     granule: gl.tensor,
@@ -237,13 +309,21 @@ def _fetch_boxes(
     SHAPE: gl.constexpr,
 ) -> None:
     """Have the copy engine fetch the block at `position`, all of which lies in the span."""
-    BYTES: gl.constexpr = 2 * SHAPE.block_kv * SHAPE.units * 2
+    PLANES: gl.constexpr = scale_planes(SHAPE)
+    BYTES: gl.constexpr = 2 * SHAPE.block_kv * (2 * SHAPE.words * SHAPE.units + PLANES)
+    BUFFERS: gl.constexpr = buffers(SHAPE)
     row = (span.base_row + position).to(gl.int32)
     full = ring.full.index(stage)
     mbarrier.expect(full, BYTES)
     for value in gl.static_range(2):
         column = (span.head * kv.head_stride + value * kv.value_stride) * SHAPE.step
-        tma.async_copy_global_to_shared(boxes, [row, column], full, ring.boxes.index(2 * stage + value))
+        for buffer in gl.static_range(BUFFERS):
+            place = [row, column + buffer * 2 * SHAPE.units]
+            tma.async_copy_global_to_shared(boxes[buffer], place, full, ring.boxes[buffer].index(2 * stage + value))
+    if PLANES > 0:
+        plane = (granule * SHAPE.kv_heads + span.head) * PLANES
+        place = [plane.to(gl.int32), position % SHAPE.granule_tokens // 2]
+        tma.async_copy_global_to_shared(boxes[2], place, full, ring.scale_boxes[0].index(stage))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

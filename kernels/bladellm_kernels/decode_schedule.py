@@ -99,7 +99,9 @@ class DecodeSchedule:
 
 WARP_SPECIALIZED_SCHEDULES = {
     512: DecodeSchedule(64, 3, 4, 2, warp_specialized=True),
+    384: DecodeSchedule(64, 3, 4, 2, warp_specialized=True, merge_beside=True),
     256: DecodeSchedule(64, 5, 4, 2, warp_specialized=True, merge_beside=True),
+    192: DecodeSchedule(128, 3, 4, 2, warp_specialized=True, merge_beside=True),
     128: DecodeSchedule(128, 4, 4, 2, warp_specialized=True, merge_beside=True),
 }
 """By bytes of K and V of a token and head: the fastest on an H200. Of 4 bits three an SM were slower by half. Of 512
@@ -157,7 +159,8 @@ def default_schedule(
     if setting.light and rows == LEAST_ROWS and not whole and _is_plain_512(head_dim, format, dtype):
         return LIGHT_SCHEDULE
     token_bytes, idle_ns = _token_bytes(head_dim, format, dtype), _IDLE_NS if setting.light and not setting.late else 0
-    if warp_specialized and rows == LEAST_ROWS and dtype.itemsize == 2 and token_bytes in WARP_SPECIALIZED_SCHEDULES:
+    whole_units = power_of_two(head_dim) == head_dim and token_bytes in WARP_SPECIALIZED_SCHEDULES
+    if warp_specialized and rows == LEAST_ROWS and dtype.itemsize == 2 and whole_units:
         private = token_bytes == _FEW_BYTES and head_dim == _PRIVATE_HEAD and not idle_ns
         private &= batch < _MANY_SEQUENCES or setting.long
         schedule = PRIVATE_SCHEDULE if private else _in_step(token_bytes, batch, setting, kv_heads)
@@ -197,7 +200,7 @@ def _filling_schedule(head_dim: int, format: KvFormat, dtype: torch.dtype, rows:
     # Zeros and many rows take registers that a third program would have to do without; products of float32 take all.
     if dtype == torch.float32:
         plans = [(1, 2)]
-    elif format.quantized and format.per_element == 1 and rows == LEAST_ROWS and head_dim <= 128:
+    elif format.quantized and format.bits == 8 and rows == LEAST_ROWS and head_dim <= 128:
         # Small programs lose less where sequences are short (on an H200 39 µs, not 44, at 64 of 1,024 tokens).
         block_kv, warps, plans = 64, 2, [(4, 3), (4, 2), *plans]
     elif not format.quantized and rows == LEAST_ROWS:

@@ -18,6 +18,10 @@ _OFFSET = {"int8": 128.0, "int4": 8.0}
 """By how much codes are too high as `unit_numbers` counts them, from 0 on."""
 _SUBNORMAL = 2.0**-24
 """What the lowest bit of a float16 counts."""
+_BRAIN = 2.0**-112
+"""What a code of 12 bits that is 1.0 becomes as a bfloat16, with the same bits in front of its mantissa."""
+_BRAIN_RAISED = 64
+"""Powers of two by which queries, and probabilities, are raised beside such: sums are far from float32's ends."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,12 @@ class DecodeShape:
     """The kernel's compile-time arguments.
 
     rows_used: query rows of a KV head, query_len · group; tiles of `rows` of them go to different programs. parts:
-    numbers in a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step: units; a power of
-    two up to 16 bytes that divides the payload's strides. integer: codes are integers. offset: by which they are
-    higher, counted from 0 on. one_granule: every block lies in one granule. plain: without CUDA instructions.
-    idle_ns, stay_ns, lane_heads: see `DecodeSchedule`. tokens: positions of a block that a warp takes.
-    reads: see `DecodeWork`. boxed: the copy engine fetches whole blocks, keys and values a box each.
+    numbers in a unit, words: of a unit (see `kv_codes_triton.py`). units: in a head, padded to a power of two. step:
+    words; a power of two up to 16 bytes that divides the payload's strides. nibbles: codes of 4 bits. bounded: any
+    codes are numbers. code_step: what `unit_numbers` makes of a code of 1. offset: by which they are higher, counted
+    from 0 on. raised: powers of two by which probabilities are, queries_raised: queries. one_granule: every block lies
+    in one granule. plain: without CUDA instructions. idle_ns, stay_ns, lane_heads: see `DecodeSchedule`. tokens:
+    positions of a block that a warp takes. reads: see `DecodeWork`. boxed: the copy engine fetches whole blocks.
     """
 
     kv_heads: int
@@ -40,6 +45,7 @@ class DecodeShape:
     tiles: int
     head_dim: int
     parts: int
+    words: int
     units: int
     units_padded: int
     step: int
@@ -47,7 +53,10 @@ class DecodeShape:
     scaled: bool
     affine: bool
     raised: int
-    integer: bool
+    queries_raised: int
+    nibbles: bool
+    bounded: bool
+    code_step: float
     offset: float
     granule_tokens: int
     one_granule: bool
@@ -84,9 +93,14 @@ class DecodeShape:
         return 1 if self.reads == "shared" else self.query_len
 
     @property
-    def code_step(self) -> float:
-        """What `unit_numbers` makes of a code of 1."""
-        return _SUBNORMAL if self.integer and not self.plain else 1.0
+    def query_factor(self) -> float:
+        """By which queries are raised."""
+        return 2.0**self.queries_raised
+
+    @property
+    def score_step(self) -> float:
+        """What products with queries are too large by; upper nibbles count 16-fold, and the queries of lower ones."""
+        return self.code_step * self.query_factor * (16 if self.nibbles else 1)
 
 
 def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
@@ -98,6 +112,8 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
     units = kv.head_dim // parts
     block_kv = work.schedule.block_kv
     plain = q.dtype == torch.float32 or not q.is_cuda or torch.version.hip is not None
+    brain = kv.format.float12 and q.dtype == torch.bfloat16 and not plain
+    integer = kv.format.quantized and not (kv.payload.dtype.is_floating_point or kv.format.float12)
     return DecodeShape(
         kv_heads=kv.kv_heads,
         group=group,
@@ -107,14 +123,18 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
         tiles=-(-rows_used // rows),
         head_dim=kv.head_dim,
         parts=parts,
+        words=unit_words(kv),
         units=units,
         units_padded=max(power_of_two(units), 16),
         step=gcd(16 // unit_bytes(kv), *unit_strides(kv)),
         format=kv.format.name,
         scaled=kv.format.quantized,
         affine=kv.format.affine,
-        raised=_RAISED.get(kv.format.name, 0),
-        integer=kv.format.quantized and not kv.payload.dtype.is_floating_point,
+        raised=_BRAIN_RAISED if brain else _RAISED.get(kv.format.name, 0),
+        queries_raised=_BRAIN_RAISED if brain else 0,
+        nibbles=kv.format.nibbles,
+        bounded=integer or kv.format.float12,
+        code_step=_BRAIN if brain else _SUBNORMAL if integer and not plain else 1.0,
         offset=_OFFSET.get(kv.format.name, 0.0),
         granule_tokens=kv.granule_tokens,
         one_granule=kv.granule_tokens % block_kv == 0 and _even_scales(kv),
@@ -133,24 +153,33 @@ def decode_shape(q: torch.Tensor, kv: KvLayer, work: DecodeWork) -> DecodeShape:
 
 
 def unit_parts(kv: KvLayer) -> int:
-    """Numbers in a unit: two bytes of codes, or one unquantized element."""
-    return 2 * kv.format.per_element if kv.format.quantized else 1
+    """Numbers in a unit: two bytes of codes, three times two of 12 bits, or one unquantized element."""
+    return unit_words(kv) * 16 // kv.format.bits if kv.format.quantized else 1
+
+
+def unit_words(kv: KvLayer) -> int:
+    return 3 if kv.format.float12 else 1
 
 
 def unit_bytes(kv: KvLayer) -> int:
+    """Of a word of a unit."""
     return 2 if kv.format.quantized else kv.payload.element_size()
 
 
 def unit_strides(kv: KvLayer) -> list[int]:
-    """Strides of the payload's rows, heads, and of V after K, in units."""
+    """Strides of the payload's rows, heads, and of V after K, in words of units."""
     row, value, head, _ = kv.payload.stride()
     return [stride * kv.payload.element_size() // unit_bytes(kv) for stride in (row, head, value)]
 
 
 def _boxed(kv: KvLayer) -> bool:
-    """Whether tokens are unquantized numbers of 16 bits, whole lines of 128 bytes, one behind the other."""
-    plain = not kv.format.quantized and kv.payload.element_size() == 2
-    return plain and not kv.paged and kv.head_dim % 64 == 0 and len(kv.payload) < 2**31
+    """Whether the copy engine can fetch tokens, one behind the other in memory, in halves or whole lines of 128 bytes,
+    and their scales."""
+    if kv.paged or len(kv.payload) >= 2**31 or not (kv.scales is None or kv.scales.is_contiguous()):
+        return False
+    if kv.format.quantized:
+        return not kv.format.nibbles and kv.head_dim // unit_parts(kv) % 32 == 0
+    return kv.payload.element_size() == 2 and kv.head_dim % 64 == 0
 
 
 def _even_scales(kv: KvLayer) -> bool:

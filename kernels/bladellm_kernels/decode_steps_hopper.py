@@ -94,11 +94,10 @@ def add_block(
     """A state with the block at `position`, which comes to a stage with `phase`; gives that back once registers have
     it."""
     mbarrier.wait(ring.full.index(stage), phase)
-    keys = ring.units.index(2 * stage).load(operand_layout(SHAPE, 0))
-    values = ring.units.index(2 * stage + 1).permute((0, 2, 1)).load(operand_layout(SHAPE, 0))
+    keys, values = _load_keys(ring, 2 * stage, SHAPE), _load_values(ring, 2 * stage + 1, SHAPE)
     factors: gl.tuple = ()
     if SHAPE.scaled:
-        factors = _load_factors(ring.words[0], stage, SHAPE)
+        factors = _load_factors(ring.scales[0], stage, SHAPE)
     mbarrier.arrive(ring.empty.index(stage))
     scores = _scores(keys, queries, factors, SHAPE)
     scores, factors = _mask(scores, factors, span, position, first_row, window, SHAPE)
@@ -119,12 +118,51 @@ def add_block(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_factors(words: gl.shared_memory_descriptor, stage: gl.tensor, SHAPE: gl.constexpr) -> gl.tuple:
+def _load_keys(ring: gl.tuple, place: gl.tensor, SHAPE: gl.constexpr) -> gl.tuple:
+    """The words of a block's units as left operands, [warps, tokens, units]."""
+    OPERAND: gl.constexpr = operand_layout(SHAPE, 0)
+    words: gl.tuple = (ring.units[0].index(place).load(OPERAND),)
+    if SHAPE.words == 3:
+        apart = gl.reshape(words[0], (SHAPE.warps, SHAPE.tokens, 2, SHAPE.units))
+        words = _three_words(gl.permute(apart, (0, 1, 3, 2)), ring.units[1].index(place).load(OPERAND), SHAPE)
+    return words
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_values(ring: gl.tuple, place: gl.tensor, SHAPE: gl.constexpr) -> gl.tuple:
+    """The same, [warps, units, tokens]."""
+    OPERAND: gl.constexpr = operand_layout(SHAPE, 0)
+    words: gl.tuple = (ring.units[0].index(place).permute((0, 2, 1)).load(OPERAND),)
+    if SHAPE.words == 3:
+        apart = gl.reshape(words[0], (SHAPE.warps, 2, SHAPE.units, SHAPE.tokens))
+        upper = ring.units[1].index(place).permute((0, 2, 1)).load(OPERAND)
+        words = _three_words(gl.permute(apart, (0, 2, 3, 1)), upper, SHAPE)
+    return words
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _three_words(both: gl.tensor, upper: gl.tensor, SHAPE: gl.constexpr) -> gl.tuple:
+    """Words that one buffer has, [..., 2], apart as they lie in registers, and those of the other buffer."""
+    OPERAND: gl.constexpr = operand_layout(SHAPE, 0)
+    first, second = gl.split(both)
+    return (
+        gl.convert_layout(first, OPERAND, assert_trivial=True),
+        gl.convert_layout(second, OPERAND, assert_trivial=True),
+        upper,
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_factors(scales: gl.shared_memory_descriptor, stage: gl.tensor, SHAPE: gl.constexpr) -> gl.tuple:
     """Scales, and zeros, of keys and then of values, float32 [warps, tokens] beside scores."""
     PLANES: gl.constexpr = scale_planes(SHAPE)
     found: gl.tuple = ()
     for plane in gl.static_range(PLANES):
-        found += (_halves(words.index(stage * PLANES + plane).load(words_layout(SHAPE)), SHAPE),)
+        place = scales.index(stage * PLANES + plane)
+        if SHAPE.boxed:
+            found += (place.load(gl.SliceLayout(2, product_layout(SHAPE))).to(gl.float32),)
+        else:
+            found += (_halves(place.load(words_layout(SHAPE)), SHAPE),)
     return found
 
 
@@ -144,10 +182,10 @@ def _lower_half(words: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _scores(keys: gl.tensor, queries: gl.tuple, factors: gl.tuple, SHAPE: gl.constexpr) -> gl.tensor:
+def _scores(keys: gl.tuple, queries: gl.tuple, factors: gl.tuple, SHAPE: gl.constexpr) -> gl.tensor:
     """Scores in powers of two, float32 [warps, tokens, rows]."""
     PARTS: gl.constexpr = SHAPE.parts
-    STEP: gl.constexpr = SHAPE.code_step * 16 if PARTS == 4 else SHAPE.code_step
+    STEP: gl.constexpr = SHAPE.score_step
     FORMAT: gl.constexpr = SHAPE.format
     PLAIN: gl.constexpr = SHAPE.plain
     parts = unit_numbers(keys, queries.parts[0].dtype, False, FORMAT, PLAIN)
@@ -219,7 +257,7 @@ def _sum_by_lane(numbers: gl.tensor, SHAPE: gl.constexpr) -> gl.tensor:
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _add_values(
-    state: gl.tuple, decay: gl.tensor, values: gl.tensor, p: gl.tensor, dtype: gl.constexpr, SHAPE: gl.constexpr
+    state: gl.tuple, decay: gl.tensor, values: gl.tuple, p: gl.tensor, dtype: gl.constexpr, SHAPE: gl.constexpr
 ) -> gl.tuple:
     """Outputs by part, and in each row of `excess` the sum of p, rounded as it is: what a part of ones would get."""
     PARTS: gl.constexpr = SHAPE.parts
@@ -259,9 +297,8 @@ def end_segment(state: gl.tuple, SHAPE: gl.constexpr) -> gl.tuple:
     ROWS: gl.constexpr = rows_layout(SHAPE)
     total = gl.convert_layout(gl.sum(state.total, 1), ROWS)
     outputs = state.outputs
-    if SHAPE.integer:
-        CODE_STEP: gl.constexpr = SHAPE.code_step
-        outputs = separate_values(outputs, CODE_STEP)
+    if SHAPE.code_step != 1.0 or SHAPE.nibbles:
+        outputs = separate_values(outputs, SHAPE)
     ended: gl.tuple = outputs
     if SHAPE.affine or SHAPE.offset != 0:
         shift = total * 0.0

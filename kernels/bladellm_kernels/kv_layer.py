@@ -37,4 +37,4 @@ class KvLayer:
 
     @property
     def head_dim(self) -> int:
-        return self.payload.shape[3] * self.format.per_element
+        return self.format.head_dim(self.payload.shape[3])

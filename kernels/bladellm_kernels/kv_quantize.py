@@ -2,6 +2,7 @@
 
 Scale and zero are float16 first, rounded outwards, so that every number lies between the lowest and the highest code:
 none is further than half a step from its code, unless it is beyond what float16 scales can reach, where it saturates.
+A scale of `fp12_e4m7` is the power of two at or below the largest number.
 """
 
 import torch
@@ -9,26 +10,34 @@ import torch
 from bladellm_kernels.kv_format import KvFormat
 
 FLOAT16_MAX = 65504.0
+LEAST_POWER, MOST_POWER = 2.0**-24, 2.0**15
+"""Powers of two that float16 has."""
+LEAST_NORMAL, MANTISSA = 2.0**-14, 7
+"""Of `fp12_e4m7`."""
 
 
 def kv_quantize(x: torch.Tensor, format: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] of a float type -> codes [..., W] of `format.storage` and scales, float16 [..., planes].
 
     Halves round to even. Symmetric: scale = max |x| / highest level. Affine: zero = min x, scale = (max x - zero) /
-    highest code. Zeros get scale 0. Infinities saturate; a NaN makes scales NaN, so the whole head reads back as NaN.
-    Raises `ValueError` for an unquantized format and for an odd D where two numbers share a byte. Every step is exact
-    or correctly rounded in float32: devices and the CUDA kernel of `kv_write` give the same bits.
+    highest code. `fp12_e4m7`: scale = 2^e <= max |x| < 2^(e + 1), where max |x| is rounded to 8 bits. Zeros get scale
+    0. Infinities saturate; a NaN makes scales NaN, so the whole head reads back as NaN. Raises `ValueError` for an
+    unquantized format and for an odd D where two numbers share a byte. Every step is exact or correctly rounded in
+    float32: devices and the CUDA kernel of `kv_write` give the same bits.
     """
     if format.storage is None:
         raise ValueError(f"the KV format {format.name} stores numbers as they are")
-    if x.shape[-1] % format.per_element:
+    if x.shape[-1] % format.multiple:
         raise ValueError(f"the KV format {format.name} needs an even head size, got {x.shape[-1]}")
     x = x.float()
     zero = _float16_below(x.amin(-1, keepdim=True)) if format.affine else None
     levels = x if zero is None else x - zero.float()
     span = x.abs().amax(-1, keepdim=True) if zero is None else levels.amax(-1, keepdim=True)
-    # By a tensor: a division by a number is a multiplication by its reciprocal on CUDA.
-    scale = _float16_above(span / span.new_full((), format.highest - format.offset))
+    if format.float12:
+        scale = _power_below(span)
+    else:
+        # By a tensor: a division by a number is a multiplication by its reciprocal on CUDA.
+        scale = _float16_above(span / span.new_full((), format.highest - format.offset))
     codes = _codes(levels, scale.float(), format)
     return codes, scale if zero is None else torch.cat((scale, zero), -1)
 
@@ -41,11 +50,35 @@ def _codes(levels: torch.Tensor, scale: torch.Tensor, format: KvFormat) -> torch
     steps = torch.where(steps.isnan(), 0.0, steps).clamp(format.lowest - format.offset, format.highest - format.offset)
     if format.storage is None or format.storage.is_floating_point:
         return steps.to(format.storage)
+    if format.float12:
+        return _float12(steps)
     codes = (steps.round() + format.offset).to(format.storage)
-    if format.per_element == 1:
-        return codes
+    return _in_bytes(codes) if format.nibbles else codes
+
+
+def _in_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, two to a byte."""
     low, high = codes.chunk(2, -1)
     return low | high << 4
+
+
+def _float12(steps: torch.Tensor) -> torch.Tensor:
+    """float32 within the range of `fp12_e4m7` -> its codes, uint8 [..., W]."""
+    # Times its power of two, or that of the least normal number, this has neighbours as far apart as codes are there.
+    power = (steps.view(torch.int32) & 0x7F800000).view(torch.float32)
+    unit = power.clamp(min=LEAST_NORMAL) * (1.5 * 2 ** (23 - MANTISSA))
+    rounded = torch.copysign((steps.abs() + unit) - unit, steps)
+    bits = rounded.half().view(torch.int16).int()
+    lower = (bits >> 3 & 255).to(torch.uint8)
+    upper = ((bits >> 11 & 7) | (bits >> 15 & 1) << 3).to(torch.uint8)
+    return torch.cat((lower, _in_bytes(upper)), -1)
+
+
+def _power_below(x: torch.Tensor) -> torch.Tensor:
+    """The power of two at or below x >= 0, rounded to 8 bits first, or the nearest one that float16 has; 0 and NaN as
+    they are; float16."""
+    power = (x.view(torch.int32) + 0x8000 & 0x7F800000).view(torch.float32).clamp(LEAST_POWER, MOST_POWER)
+    return torch.where((x == 0) | x.isnan(), x, power).half()
 
 
 def _float16_above(x: torch.Tensor) -> torch.Tensor:

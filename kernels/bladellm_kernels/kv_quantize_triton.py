@@ -26,6 +26,20 @@ def float16_below(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def power_below(x: tl.tensor) -> tl.tensor:
+    power = ((x.to(tl.int32, bitcast=True) + 0x8000) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.minimum(tl.maximum(power, 5.9604644775390625e-08), 32768.0)
+    return tl.where((x == 0.0) | (x != x), x, power).to(tl.float16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def float12_bits(codes: tl.tensor) -> tl.tensor:
+    """Codes of `fp12_e4m7`, int32: in float16 bit 14 and bits 2..0 are zeros; the sign comes next to the exponent."""
+    bits = codes.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return ((bits >> 3) & 0x7FF) | ((bits >> 4) & 0x800)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def span_and_zero(
     first: tl.tensor, second: tl.tensor, inside: tl.tensor, SHAPE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -44,11 +58,11 @@ def span_and_zero(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def nearest_float8(steps: tl.tensor, LEAST: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Numbers within a float8's range rounded to it, halves to even, since not every cast to float8 does.
+def nearest_float(steps: tl.tensor, LEAST: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
+    """Numbers within a small float's range rounded to it, halves to even, since not every cast does.
 
     LEAST is its least normal number, UNIT 1.5 · 2^(23 - bits of its mantissa): times the power of two at or below a
-    number, UNIT has neighbours as far apart as float8 has there.
+    number, UNIT has neighbours as far apart as that float has there.
     """
     bits = steps.to(tl.uint32, bitcast=True)
     unit = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), LEAST) * UNIT
@@ -62,8 +76,8 @@ def codes_of(levels: tl.tensor, inverse: tl.tensor, SHAPE: tl.constexpr) -> tl.t
     steps = levels * inverse[:, :, None]
     steps = tl.where(steps == steps, steps, 0.0)
     steps = tl.minimum(tl.maximum(steps, SHAPE.lowest - SHAPE.offset), SHAPE.highest - SHAPE.offset)
-    if SHAPE.float8:
-        steps = nearest_float8(steps, SHAPE.least, SHAPE.unit)
+    if SHAPE.floats:
+        steps = nearest_float(steps, SHAPE.least, SHAPE.unit)
     else:
         # Floats near 1.5 · 2^23 are whole numbers: adding rounds, halves to even.
         steps = ((steps + 12582912.0) - 12582912.0) + SHAPE.offset
@@ -83,7 +97,10 @@ def quantized(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Codes of both halves, float32; stores scale and zero at `place` [tokens, heads] where `written`."""
     span, zero = span_and_zero(first, second, inside, SHAPE)
-    scale = float16_above(tl.div_rn(span, tl.full(span.shape, SHAPE.highest - SHAPE.offset, tl.float32)))
+    if SHAPE.bits == 12:
+        scale = power_below(span)
+    else:
+        scale = float16_above(tl.div_rn(span, tl.full(span.shape, SHAPE.highest - SHAPE.offset, tl.float32)))
     tl.store(scales + place, scale, mask=written)
     if SHAPE.affine:
         tl.store(scales + place + plane_stride, zero, mask=written)

@@ -27,9 +27,23 @@ def kv_read(
 
 def dequantize_kv(stored: torch.Tensor, scales: torch.Tensor, format: KvFormat) -> torch.Tensor:
     """stored [..., W] and scales [..., planes] of a quantized format -> float32 [..., D]."""
-    codes = torch.cat((stored & 15, stored >> 4), -1) if format.per_element == 2 else stored
-    numbers = (codes.float() - format.offset) * scales[..., :1].float()
+    numbers = (_codes(stored, format).float() - format.offset) * scales[..., :1].float()
     return numbers + scales[..., 1:].float() if format.affine else numbers
+
+
+def _codes(stored: torch.Tensor, format: KvFormat) -> torch.Tensor:
+    """stored [..., W] -> [..., D] of a type that has the format's codes."""
+    if format.nibbles:
+        return _nibbles(stored)
+    if not format.float12:
+        return stored
+    dim = format.head_dim(stored.shape[-1])
+    lower, upper = stored[..., :dim].short(), _nibbles(stored[..., dim:]).short()
+    return ((upper >> 3) << 15 | (upper & 7) << 11 | lower << 3).view(torch.float16)
+
+
+def _nibbles(stored: torch.Tensor) -> torch.Tensor:
+    return torch.cat((stored & 15, stored >> 4), -1)
 
 
 def granule_rows(kv: KvLayer, slot: int, first: int, end: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ def check_kv_write(
 ) -> torch.Tensor | None:
     """The granule rows to use. Raises `ValueError` for arguments that do not fit together."""
     payload, format = kv.payload, kv.format
-    shape = (rows.shape[0], payload.shape[2], payload.shape[3] * format.per_element)
+    shape = (rows.shape[0], payload.shape[2], kv.head_dim)
     if k.shape != shape or v.shape != shape or k.dtype != v.dtype:
         raise ValueError(
             f"k and v must be {list(shape)} of one type, got {list(k.shape)} {k.dtype} and {list(v.shape)} {v.dtype}"

@@ -4,6 +4,7 @@ A program handles a few heads of a few tokens: of the queries, of the keys, or o
 are tiles of their own, since number i is rotated, and packed, with number i + D/2.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,7 +15,8 @@ import triton.language as tl
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
 from bladellm_kernels.kv_format import KvFormat
 from bladellm_kernels.kv_layer import KvLayer
-from bladellm_kernels.kv_quantize_triton import quantized
+from bladellm_kernels.kv_quantize import LEAST_NORMAL, MANTISSA
+from bladellm_kernels.kv_quantize_triton import float12_bits, quantized
 from bladellm_kernels.rotary_kv_write import HeadNorms
 
 TILE_NUMBERS = 512
@@ -41,11 +43,17 @@ def store_halves(
     second: tl.tensor,
     inside: tl.tensor,
     SHAPE: tl.constexpr,
-    PACKED: tl.constexpr,
+    BITS: tl.constexpr,
 ) -> None:
-    """first, second: float32, numbers or codes."""
-    if PACKED:
+    """first, second: float32, numbers or codes of so many bits; 0 are numbers."""
+    if BITS == 4:
         tl.store(target + place, first.to(tl.uint8) | (second.to(tl.uint8) << 4), mask=inside)
+    elif BITS == 12:
+        first_bits, second_bits = float12_bits(first), float12_bits(second)
+        tl.store(target + place, first_bits.to(tl.uint8), mask=inside)
+        tl.store(target + place + SHAPE.dim_half, second_bits.to(tl.uint8), mask=inside)
+        upper = (first_bits >> 8).to(tl.uint8) | ((second_bits >> 8).to(tl.uint8) << 4)
+        tl.store(target + place + 2 * SHAPE.dim_half, upper, mask=inside)
     else:
         tl.store(target + place, first.to(target.dtype.element_ty), mask=inside)
         tl.store(target + place + SHAPE.dim_half, second.to(target.dtype.element_ty), mask=inside)
@@ -136,7 +144,7 @@ def kv_write_kernel(
             first, second = head_normed(first, second, low_factor, high_factor, eps, dtype, SHAPE)
         first, second = rotated(first, second, cos, sin, table, here, hadamard, hadamard_stride, dtype, SHAPE)
         place = at * out_token_stride + head * out_head_stride + column
-        store_halves(out, place, first, second, inside, SHAPE, False)
+        store_halves(out, place, first, second, inside, SHAPE, 0)
     else:
         which = (block >= SHAPE.q_blocks + SHAPE.kv_blocks).to(tl.int64)
         vector = (block - SHAPE.q_blocks - which * SHAPE.kv_blocks) * SHAPE.heads + tl.arange(0, SHAPE.heads)
@@ -162,7 +170,7 @@ def kv_write_kernel(
             first, second = quantized(first, second, scales, place, plane_stride, real, written, SHAPE)
         stored = row[:, None, None]
         place = stored * row_stride + which * which_stride + head * head_stride + column
-        store_halves(payload, place, first, second, inside & (stored >= 0), SHAPE, SHAPE.packed)
+        store_halves(payload, place, first, second, inside & (stored >= 0), SHAPE, SHAPE.bits)
 # fmt: on
 
 
@@ -171,9 +179,9 @@ class KvWriteShape:
     """The kernel's constants: one of them for all calls of its kind, since each launch hashes it.
 
     q_heads, kv_heads: of a token. dim_half, half: numbers in half a head, and the power of two that holds them. tokens,
-    heads: of a program. lowest, highest, offset: of the format's codes. least, unit: of a float8, as `nearest_float8`
-    takes them. root: 1 / √D. granule: its tokens. q_blocks, kv_blocks, blocks: programs for the queries, the keys or
-    the values, and all of them, of as many tokens as a program has.
+    heads: of a program. bits: of a code, 0 unquantized. lowest, highest, offset: of the format's codes. floats: codes
+    are floats; least, unit: as `nearest_float` takes them. root: 1 / √D. granule: its tokens. q_blocks, kv_blocks,
+    blocks: programs for the queries, the keys or the values, and all of them, of as many tokens as a program has.
     """
 
     q_heads: int
@@ -184,8 +192,8 @@ class KvWriteShape:
     heads: int
     quantized: bool
     affine: bool
-    packed: bool
-    float8: bool
+    bits: int
+    floats: bool
     lowest: float
     highest: float
     offset: float
@@ -203,19 +211,30 @@ def kv_write_shape(
     format: KvFormat, kv_heads: int, dim: int, granule: int, q_heads: int, hadamard: bool, tile: int
 ) -> KvWriteShape:
     """tile: how many numbers of a half a program holds of a token."""
-    float8 = torch.finfo(format.storage) if format.storage is not None and format.storage.is_floating_point else None
+    least, mantissa = float_codes(format)
     half = max(triton.next_power_of_2(dim // 2), MIN_DOT if hadamard else 1)
     heads = min(max(1, tile // half), triton.next_power_of_2(max(q_heads, kv_heads)))
     q_blocks, kv_blocks = triton.cdiv(q_heads, heads), triton.cdiv(kv_heads, heads)
     return KvWriteShape(
         q_heads, kv_heads, dim // 2, half,
         tokens=max(1, HADAMARD_ROWS // heads) if hadamard else 1, heads=heads,
-        quantized=format.quantized, affine=format.affine, packed=format.per_element == 2, float8=float8 is not None,
+        quantized=format.quantized, affine=format.affine,
+        bits=format.bits if format.quantized else 0, floats=mantissa > 0,
         lowest=float(format.lowest), highest=float(format.highest), offset=float(format.offset),
-        least=float8.smallest_normal if float8 else 0.0, unit=1.5 * 2**23 * float8.eps if float8 else 0.0,
+        least=least, unit=1.5 * 2.0 ** (23 - mantissa),
         root=float(dim**-0.5), granule=granule,
         q_blocks=q_blocks, kv_blocks=kv_blocks, blocks=q_blocks + 2 * kv_blocks,
     )  # fmt: skip
+
+
+def float_codes(format: KvFormat) -> tuple[float, int]:
+    """The least normal number and the bits of the mantissa of codes; 0 where these are integers."""
+    if format.float12:
+        return LEAST_NORMAL, MANTISSA
+    if format.storage is None or not format.storage.is_floating_point:
+        return 0.0, 0
+    float8 = torch.finfo(format.storage)
+    return float8.smallest_normal, -int(math.log2(float8.eps))
 
 
 def launch_kv_write(

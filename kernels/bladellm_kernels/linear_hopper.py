@@ -247,9 +247,8 @@ def fits(matrix: torch.Tensor) -> bool:
 
 
 def described(matrix: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """A matrix as the copy engine reads it, in tiles of block_rows · block_columns."""
-    dtype = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for([block_rows, block_columns], dtype)
+    """A matrix of 16-bit numbers as the copy engine reads it, in tiles of block_rows · block_columns."""
+    layout = gl.NVMMASharedLayout.get_default_for([block_rows, block_columns], gl.int16)
     # The stride of a single row is never used, but must be whole 16 bytes.
     stride = matrix.stride(0) if len(matrix) > 1 else -(-matrix.shape[1] // 8) * 8
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, block_columns], layout)

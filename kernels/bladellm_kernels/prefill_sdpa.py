@@ -136,7 +136,7 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
 
 def layer_heads(q: torch.Tensor, kv: KvLayer) -> Heads:
     """What the cost of attention depends on, beside lengths."""
-    stored = kv.payload.dtype.itemsize / kv.format.per_element
+    stored = kv.format.number_bytes(q.dtype)
     quantized, itemsize = kv.format.quantized, q.dtype.itemsize
     return Heads(q.shape[1], kv.kv_heads, kv.head_dim, itemsize, stored, in_place(kv), quantized)
 

@@ -182,8 +182,8 @@ def _attend(
         granule = block_granule(kv, span, block + 1, stop, SHAPE)
     next_granule = first_granule(kv, coming, coming.lowest, SHAPE)
     total, shift = tl.sum(total, 1), tl.sum(shift, 1)
-    if SHAPE.integer:
-        outputs = separate_values(outputs, SHAPE.code_step)
+    if SHAPE.code_step != 1.0 or SHAPE.nibbles:
+        outputs = separate_values(outputs, SHAPE)
     if SHAPE.offset != 0:
         shift -= tl.sum(excess, 1) * (SHAPE.offset / 16)
     return join_warps(outputs, maximum, total, shift, SHAPE), next_granule
@@ -209,7 +209,7 @@ def _scores(
     PARTS: tl.constexpr = SHAPE.parts
     FORMAT: tl.constexpr = SHAPE.format
     PLAIN: tl.constexpr = SHAPE.plain
-    STEP: tl.constexpr = SHAPE.code_step * 16 if PARTS == 4 else SHAPE.code_step
+    STEP: tl.constexpr = SHAPE.score_step
     turned, query_sum, factor = queries
     parts = unit_numbers(keys, turned[0].dtype, False, FORMAT, PLAIN)
     scores = tl.full((SHAPE.warps, SHAPE.tokens, SHAPE.rows), 0.0, tl.float32)

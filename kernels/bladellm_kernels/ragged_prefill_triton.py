@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from bladellm_kernels.early_launch import early_launch, let_next_start, wait_for_inputs
+from bladellm_kernels.kv_codes_triton import float12_number
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_merge_tiles import merge_tiles_kernel
@@ -29,7 +30,8 @@ from bladellm_kernels.prefill_tiles import (
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for. block_d: head_dim rounded up to a power of two; rows, keys: those of a tile."""
+    """What a kernel is compiled for. block_d: head_dim rounded up to a power of two; rows, keys: those of a tile; bits:
+    of a code."""
 
     kv_heads: int
     group: int
@@ -38,7 +40,7 @@ class Shape(NamedTuple):
     rows: int
     keys: int
     planes: int
-    packed: bool
+    bits: int
     offset: float
     paged: bool
     window: bool
@@ -84,15 +86,16 @@ def load_tile(
 ) -> tl.tensor:
     """Stored rows at `offsets` as numbers of DTYPE, [keys, block_d]; what is not `inside` is not read, and zero."""
     dim = tl.arange(0, SHAPE.block_d)
-    place = dim % (SHAPE.head_dim // 2) if SHAPE.packed else dim
-    places = pointer + offsets[:, None] + place[None, :]
-    if MASKED or SHAPE.head_dim < SHAPE.block_d:
-        stored = tl.load(places, mask=inside[:, None] & (dim < SHAPE.head_dim)[None, :], other=0.0)
-    else:
-        stored = tl.load(places)
+    shared_byte = dim % (SHAPE.head_dim // 2)
+    places = pointer + offsets[:, None]
+    stored = _load_elements(places, shared_byte if SHAPE.bits == 4 else dim, dim, inside, SHAPE, MASKED)
     if SHAPE.planes > 0:
-        if SHAPE.packed:
-            stored = (stored >> tl.where(dim < SHAPE.head_dim // 2, 0, 4)[None, :].to(tl.uint8)) & 15
+        nibble = tl.where(dim < SHAPE.head_dim // 2, 0, 4)[None, :].to(tl.uint8)
+        if SHAPE.bits == 4:
+            stored = (stored >> nibble) & 15
+        elif SHAPE.bits == 12:
+            upper = _load_elements(places, SHAPE.head_dim + shared_byte, dim, inside, SHAPE, MASKED)
+            stored = float12_number(stored.to(tl.int32) | ((upper >> nibble) & 15).to(tl.int32) << 8)
         scale = tl.load(scales + scale_offsets, mask=inside, other=0.0).to(tl.float32)
         numbers = (stored.to(tl.float32) - SHAPE.offset) * scale[:, None]
         if SHAPE.planes > 1:
@@ -100,6 +103,23 @@ def load_tile(
             numbers += zero[:, None]
         stored = numbers.to(DTYPE)
     return stored
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_elements(
+    rows: tl.tensor,
+    place: tl.tensor,
+    dim: tl.tensor,
+    inside: tl.tensor,
+    SHAPE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Elements at `place` of rows, [keys, block_d]; place, dim: [block_d]."""
+    if MASKED or SHAPE.head_dim < SHAPE.block_d:
+        elements = tl.load(rows + place[None, :], mask=inside[:, None] & (dim < SHAPE.head_dim)[None, :], other=0.0)
+    else:
+        elements = tl.load(rows + place[None, :])
+    return elements
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -349,7 +369,7 @@ def kernel_shape(kv: KvLayer, group: int, tile: TileShape, window: bool, dtype: 
     precision = "ieee" if dtype == torch.float32 else "tf32"
     return Shape(
         kv.kv_heads, group, kv.head_dim, block_d, tile.rows, tile.keys,
-        kv.format.planes, kv.format.per_element == 2, kv.format.offset, kv.paged, window, precision,
+        kv.format.planes, kv.format.bits, kv.format.offset, kv.paged, window, precision,
     )  # fmt: skip
 
 

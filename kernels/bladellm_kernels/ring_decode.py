@@ -7,7 +7,13 @@ from bladellm_kernels.decode_call import DecodeCall
 from bladellm_kernels.decode_kv_triton import KvArguments
 from bladellm_kernels.decode_launch import kv_arguments, plan_arguments, register_limit, row_arguments
 from bladellm_kernels.decode_results_hopper import States
-from bladellm_kernels.decode_ring_hopper import PRODUCER_WARPS
+from bladellm_kernels.decode_ring_hopper import (
+    PRODUCER_WARPS,
+    buffer_units,
+    buffers,
+    scale_boxes_layout,
+    scale_planes,
+)
 from bladellm_kernels.decode_shape import DecodeShape
 from bladellm_kernels.decode_work import DecodeWork
 from bladellm_kernels.early_launch import early_launch
@@ -50,7 +56,7 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     ring_decode_kernel[(len(work.programs) * shape.lanes,)](
         row_arguments(call.q),
         _in_words(kv_arguments(call.kv, shape.step, schedule.block_kv), call.kv),
-        _boxes(call.kv, shape) if shape.boxed else None,
+        *_boxes(call.kv, shape),
         *plan_arguments(call),
         work.empties,
         row_arguments(call.out),
@@ -71,11 +77,25 @@ def launch(call: DecodeCall, shape: DecodeShape) -> bool:
     return joined
 
 
-def _boxes(kv: KvLayer, shape: DecodeShape) -> TensorDescriptor:
-    """A layer's rows as the copy engine reads them, keys and values of all heads side by side."""
-    row, value, head, _ = kv.payload.stride()
-    columns = value + head * (kv.kv_heads - 1) + kv.head_dim
-    return described(kv.payload.as_strided((len(kv.payload), columns), (row, 1)), shape.block_kv, shape.units)
+def _boxes(kv: KvLayer, shape: DecodeShape) -> tuple[TensorDescriptor | None, ...]:
+    """What the copy engine reads of a layer, a descriptor for each buffer of the ring and one for scales: rows, with
+    keys and values of all heads side by side; scales, with the tokens of a granule side by side."""
+    if not shape.boxed:
+        return None, None, None
+    payload = kv.payload.view(torch.int16) if kv.format.quantized else kv.payload
+    row, value, head, _ = payload.stride()
+    columns = value + head * (kv.kv_heads - 1) + payload.shape[3]
+    rows = payload.as_strided((len(payload), columns), (row, 1))
+    first = described(rows, shape.block_kv, buffer_units(shape, 0))
+    second = described(rows, shape.block_kv, buffer_units(shape, 1)) if buffers(shape) > 1 else None
+    return first, second, None if kv.scales is None else _scale_boxes(kv.scales, shape)
+
+
+def _scale_boxes(scales: torch.Tensor, shape: DecodeShape) -> TensorDescriptor:
+    """Words of two scales, [all planes of granules and heads, granule_tokens / 2]."""
+    words = scales.view(torch.int32).flatten(0, -2)
+    box = [scale_planes(shape), shape.block_kv // 2]
+    return TensorDescriptor(words, list(words.shape), list(words.stride()), box, scale_boxes_layout(shape))
 
 
 def _in_words(arguments: KvArguments, kv: KvLayer) -> KvArguments:

@@ -38,6 +38,8 @@ def ring_decode_kernel(
     q: gl.tuple,
     kv: gl.tuple,
     boxes: tma.tensor_descriptor | None,
+    upper_boxes: tma.tensor_descriptor | None,
+    scale_boxes: tma.tensor_descriptor | None,
     base_rows: gl.tensor,
     slots: gl.tensor,
     kv_lens: gl.tensor,
@@ -57,8 +59,9 @@ def ring_decode_kernel(
     SETTLED: gl.constexpr,
     BESIDE: gl.constexpr,
 ) -> None:
-    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head. boxes: keys
-    and values as the copy engine reads them, if it does. SETTLED: the plan can be read at once. BESIDE: so can all
+    """Program c · lanes + lane takes range c of the blocks, for one tile of the query rows of one KV head. boxes:
+    keys and values, upper_boxes: their upper nibbles, scale_boxes: their scales, as the copy engine reads them, if it
+    does. SETTLED: the plan can be read at once. BESIDE: so can all
     else, and outputs of sequences without tokens are not this kernel's."""
     LANES: gl.constexpr = SHAPE.lanes
     lane = gl.program_id(0) % LANES
@@ -78,7 +81,10 @@ def ring_decode_kernel(
     gl.warp_specialize(
         [
             (_attend, (given, SHAPE, STAGES, JOINED, LATE, EARLY, BESIDE)),
-            (fetch_blocks, (ring, numbers, boxes, plan, work, window, SHAPE, STAGES, EARLY, BESIDE)),
+            (
+                fetch_blocks,
+                (ring, numbers, (boxes, upper_boxes, scale_boxes), plan, work, window, SHAPE, STAGES, EARLY, BESIDE),
+            ),
         ],
         [PRODUCER_WARPS],
         [PRODUCER_REGISTERS],

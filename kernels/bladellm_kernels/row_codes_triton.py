@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bladellm_kernels.kv_quantize_triton import nearest_float8
+from bladellm_kernels.kv_quantize_triton import nearest_float
 
 _TINY = tl.constexpr(2.0**-126)
 """The least normal float32."""
@@ -36,5 +36,5 @@ def store_row_codes(
         tl.store(codes + column, (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=inside)
     else:
         steps = tl.where(steps > LARGEST, LARGEST, tl.where(steps < -LARGEST, -LARGEST, steps))
-        steps = nearest_float8(steps, 2.0**-6, 1.5 * 2**20)
+        steps = nearest_float(steps, 2.0**-6, 1.5 * 2**20)
         tl.store(codes + column, steps.to(codes.dtype.element_ty), mask=inside)

@@ -58,7 +58,7 @@ def test_keys_are_rotated_by_default_in_four_bits(name, asked):
             key_rotation(args, KV_FORMATS[name], 64, torch.float32, CPU)
         return
     matrix = key_rotation(args, KV_FORMATS[name], 64, torch.float32, CPU)
-    wanted = name != "no_quant" and (asked == "on" or (asked == "auto" and "4" in name.replace("e4m3", "")))
+    wanted = name != "no_quant" and (asked == "on" or (asked == "auto" and "int4" in name))
     assert (matrix is not None) == wanted
     if matrix is not None:
         torch.testing.assert_close(matrix @ matrix.T, 64 * torch.eye(64))

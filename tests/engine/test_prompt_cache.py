@@ -12,7 +12,7 @@ from tests.support.cases import drawn_of, some_pairs
 
 LONG = "\n\n".join(reference.PROMPTS)
 SOME = reference.PROMPTS[:5]
-FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
+FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2", "fp12_e4m7"]
 MODES = {
     "paged": {"attn_cls": "paged"},
     "chunked": {"prefill_chunk_tokens": 7},

@@ -27,7 +27,7 @@ from tests.models.harness import Sequences, load_tiny, random_prompt, save_tiny
 from tests.support.cases import drawn_of, some_pairs
 from tests.support.step_plans import step_plan
 
-FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2"]
+FORMATS = ["no_quant", "int8", "int4", "int8_affine", "int4_affine", "fp8_e4m3", "fp8_e5m2", "fp12_e4m7"]
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 9},

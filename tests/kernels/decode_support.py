@@ -91,8 +91,11 @@ def random_stored(shape, kv_format: KvFormat, dtype) -> torch.Tensor:
         return torch.randn(shape).to(dtype)
     if kv_format.name.startswith("fp8"):
         return (torch.randn(shape) * torch.exp2(torch.randint(-8, 7, shape))).to(kv_format.storage)
-    codes = torch.randint(int(kv_format.lowest), int(kv_format.highest) + 1, (*shape, kv_format.per_element))
-    return (codes * 16 ** torch.arange(kv_format.per_element)).sum(-1).to(kv_format.storage)
+    if kv_format.float12:
+        return torch.randint(0, 256, shape).to(kv_format.storage)
+    together = 8 // kv_format.bits
+    codes = torch.randint(int(kv_format.lowest), int(kv_format.highest) + 1, (*shape, together))
+    return (codes * 16 ** torch.arange(together)).sum(-1).to(kv_format.storage)
 
 
 def random_scales(tokens, kv_heads, kv_format: KvFormat) -> torch.Tensor:

@@ -8,7 +8,7 @@ from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import dequantize_kv
 
 QUANTIZED = [name for name, format in KV_FORMATS.items() if format.quantized]
-INTEGER = [name for name in QUANTIZED if not name.startswith("fp8")]
+INTEGER = [name for name in QUANTIZED if not name.startswith("fp")]
 KINDS = ("normal", "outliers", "mixed", "zeros", "constant", "one side", "sparse", "subnormal", "tiny", "huge")
 
 
@@ -79,8 +79,8 @@ def check_nearest(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fo
     """Every number reads back as close as its format allows. x: float [..., D], no scale beyond float16's range."""
     x, scale = x.double(), scales[..., :1].double()
     error = (dequantize_kv(codes, scales, format).double() - x).abs()
-    if format.name.startswith("fp8"):
-        bits, least = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}[format.name]
+    if format.name.startswith("fp"):
+        bits, least = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14), "fp12_e4m7": (7, -14)}[format.name]
         # Half the distance of two codes: of their power of two, of the least normal one among subnormals.
         limit = torch.maximum(x.abs() / 2, scale * 2.0 ** (least - 1)) * 2.0**-bits
     else:

@@ -35,8 +35,10 @@ def random_stored(format: KvFormat, dtype, shape: tuple[int, ...], device) -> to
         return torch.randn(shape, device=device).to(stored)
     if stored in (torch.float8_e4m3fn, torch.float8_e5m2):
         return (torch.randn(shape, device=device) * 60).to(stored)
+    if format.float12:
+        return torch.randint(0, 256, shape, device=device).to(stored)
     codes = torch.randint(int(format.lowest), int(format.highest) + 1, (2, *shape), device=device)
-    return (codes[0] + 16 * codes[1] if format.per_element == 2 else codes[0]).to(stored)
+    return (codes[0] + 16 * codes[1] if format.nibbles else codes[0]).to(stored)
 
 
 def prefill_case(

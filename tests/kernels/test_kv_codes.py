@@ -49,12 +49,12 @@ def widened(pair):
     return register(both.double())
 
 
-def execute(assembly, units, outputs):
-    """PTX on registers of two units each, int64 [N]; returns the output registers."""
-    values = {f"${outputs}": units}
+def execute(assembly, outputs, *units):
+    """PTX on registers of two units each, int64 [N], one for each word; returns the output registers."""
+    values = {f"${outputs + place}": each for place, each in enumerate(units)}
 
     def operand(text):
-        return values[text] if text in values else torch.full_like(units, int(text, 0))
+        return values[text] if text in values else torch.full_like(units[0], int(text, 0))
 
     for line in re.findall(r"^\s*(\S[^;{}]*(?:\{[^}]*\}[^;{}]*)?);", assembly.replace("{\n", "\n", 1), re.M):
         name, rest = line.split(None, 1)
@@ -70,7 +70,9 @@ def execute(assembly, units, outputs):
         values[target] = {
             "mov.b32": lambda a: a,
             "shr.u32": lambda a, b: a >> b,
+            "shl.b32": lambda a, b: a << b & WORD,
             "and.b32": lambda a, b: a & b,
+            "or.b32": lambda a, b: a | b,
             "xor.b32": lambda a, b: a ^ b,
             "lop3.b32": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
             "prmt.b32": lambda a, b, selector: permuted(a, b, int(selector[0])),
@@ -95,14 +97,14 @@ def test_every_code_becomes_its_number(format_name):
     kv_format = KV_FORMATS[format_name]
     step = 1.0 if format_name.startswith("fp8") else 2.0**-24
     first, second = all_units()
-    parts = execute(getattr(module, ASSEMBLY[format_name]).value, first | second << 16, 2 * kv_format.per_element)
+    per_byte = 8 // kv_format.bits
+    parts = execute(getattr(module, ASSEMBLY[format_name]).value, 2 * per_byte, first | second << 16)
     for place, units in enumerate((first, second)):
         codes = torch.stack((units & 255, units >> 8), -1).to(torch.uint8).view(kv_format.storage)
         scales = torch.tensor([1.0, 0.0][: kv_format.planes]).half()
         # Two bytes of a head of four numbers, or of two.
         expected = dequantize_kv(codes, scales, kv_format)
         for part, found in enumerate(parts):
-            per_byte = kv_format.per_element
             number = part // per_byte + part % per_byte * 2 if per_byte == 2 else part
             weight = 16 if per_byte == 2 and part % 2 else 1
             numbers = halves(found)[:, place] / (step * weight) - OFFSET.get(format_name, 0)
@@ -115,7 +117,27 @@ def test_the_last_part_of_4_bit_values_is_the_whole_byte():
 
     first, second = all_units()
     register = first | second << 16
-    keys, values = (execute(getattr(module, name).value, register, 4) for name in ("_UINT4", "_UINT4_BYTE"))
+    keys, values = (execute(getattr(module, name).value, 4, register) for name in ("_UINT4", "_UINT4_BYTE"))
     for key, value in zip(keys[:3], values[:3], strict=True):
         assert torch.equal(key, value)
     assert torch.equal(halves(values[3]), halves(keys[3]) + halves(keys[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_code_of_12_bits_becomes_its_number(dtype):
+    """Every word beside random other ones, in both halves of registers: bytes 2i and 2i + 1 of two halves of a head."""
+    pytest.importorskip("triton")
+    from bladellm_kernels import kv_codes_triton as module
+
+    words = [torch.randperm(65536) for _ in range(6)]
+    registers = [words[each] | words[3 + each] << 16 for each in range(3)]
+    parts = execute(module._FP12.value, 4, *registers)
+    if dtype == torch.float16:
+        parts = [execute(module._BRAIN_TO_HALF.value, 1, part)[0] for part in parts]
+    step = 2.0**-112 if dtype == torch.bfloat16 else 1.0
+    for place in range(2):
+        stored = torch.stack([words[3 * place + each] >> 8 * byte & 255 for each in range(3) for byte in range(2)], -1)
+        expected = dequantize_kv(stored.to(torch.uint8), torch.ones(1).half(), KV_FORMATS["fp12_e4m7"])
+        for part, found in enumerate(parts):
+            numbers = (found >> 16 * place & 0xFFFF).to(torch.uint16).view(dtype).double() / step
+            torch.testing.assert_close(numbers.float(), expected[:, part // 2 + part % 2 * 2], atol=0, rtol=0)

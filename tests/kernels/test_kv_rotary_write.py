@@ -76,7 +76,7 @@ def test_turned_keys_are_quantized(device, dtype, layout, rotate, name):
     assert given.kv.scales is not None
     scales = given.kv.scales[places // 8, :, 0, :, places % 8]
     back = dequantize_kv(given.kv.payload[rows, 0], scales, given.kv.format)
-    steps = {"fp8_e4m3": 448 / 16, "fp8_e5m2": 57344 / 8}.get(name, 0.5)
+    steps = {"fp8_e4m3": 448 / 16, "fp8_e5m2": 57344 / 8, "fp12_e4m7": 2**-8}.get(name, 0.5)
     assert ((back - expected_k).abs() <= scales[..., :1].float() * steps * 1.01 + 1e-2).all()
     same = twin(given)
     kv_write_reference(same, rows, parts["k"], parts["v"], places)

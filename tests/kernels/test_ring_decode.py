@@ -147,7 +147,7 @@ def test_every_token_is_attended_to(heads, query_len, window, schedule, programs
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_every_format_in_python(format_name, late_copies, monkeypatch):
     lens = [random.randint(0, 200) for _ in range(5)]
-    case = decode_case(format_name, torch.float16, (4, 2, random.choice([16, 32])), lens, granule_tokens=128)
+    case = decode_case(format_name, torch.float16, (4, 2, random.choice([16, 32, 128])), lens, granule_tokens=128)
     schedule = random.choice([DecodeSchedule(64, 2, 4, 1), DecodeSchedule(32, 2, 4, 1, lane_heads=2)])
     out = run_in_python(case, schedule, None, 4, late_copies, monkeypatch)
     assert_close(out, ragged_decode_attention_reference(*case.memory, case.scale), torch.float16)
@@ -235,8 +235,9 @@ def test_programs_of_every_format_fit_an_sm_twice(format_name, layer, monkeypatc
     registers = int(re.search(r"\.maxnreg (\d+)", text)[1])
     assert registers * 32 * (schedule.warps + 4) * schedule.ctas_per_sm <= 65536
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", text)
-    # Of whole blocks keys and values, each by two warps, whose lines of 128 bytes are two.
-    assert text.count("cp.async.bulk.tensor.2d") == (2 if format_name == "no_quant" else 0)
+    # Of whole blocks keys and values, of 12 bits lower bytes and upper nibbles of each, and their scales.
+    boxes = {"no_quant": 2, "int4": 0, "int4_affine": 0, "fp12_e4m7": 5}.get(format_name, 3)
+    assert text.count("cp.async.bulk.tensor.2d") == boxes
     # Consumers wait at once; producers for the newest tokens, and at their end.
     assert text.count("griddepcontrol.wait") == 3
     assert text.count("griddepcontrol.launch_dependents") == 1
