@@ -18,6 +18,7 @@ from bladellm_kernels.listed_prefill_attention import (
     one_pass_programs,
 )
 from bladellm_kernels.lora_tokens import FIELDS, AdapterTiles, TokenAdapters, fill_tiles, most_tiles
+from bladellm_kernels.one_pass_gate import attends_fresh
 from bladellm_kernels.prefill_costs import Heads
 from bladellm_kernels.prefill_tiles import Span
 from bladellm_kernels.ragged_decode_attention import runs_beside
@@ -158,7 +159,7 @@ class MixedInputs:
             rows = min(size, arena.spec.num_slots)
             chunks = min(rows, max(LEAST_CHUNKS, size // CHUNK_TOKENS))
             programs, windowed = one_pass_programs(size, layer, dtype), any(window is not None for window in windows)
-            shape = list_shape(size, chunks, heads, dtype, programs, windowed)
+            shape = list_shape(size, chunks, heads, dtype, programs, windowed, attends_fresh(layer, dtype))
             beside = bool(programs) and not windowed and _runs_beside(workspace, layer, heads, dtype, rows)
             self._layouts[size] = Layout(size, rows, shape, tuple(dict.fromkeys(windows)), max_loras, beside)
         most = max(layout.numbers for layout in self._layouts.values())

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from bladellm_kernels.cascade_decode_attention import SharedPrefixes, cascade_decode_attention
+from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.listed_prefill_attention import ListViews, listed_prefill_attention
+from bladellm_kernels.one_pass_gate import attends_fresh
 from bladellm_kernels.prefill_sdpa import empty_queries
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention
 from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
@@ -69,8 +71,9 @@ class Attention:
         kv = batch.kv.layer(self.layer)
         qkv = stream.linear(self.qkv)
         self._plan(batch)
-        q = self._store(qkv, kv, batch, cos, sin)
-        return stream.add(self.output, self._attend(q, kv, batch).flatten(1), norm)
+        fresh = self._fresh(qkv, kv, batch)
+        q = self._store(qkv, kv, batch, cos, sin, fresh is not None)
+        return stream.add(self.output, self._attend(q, kv, batch, fresh).flatten(1), norm)
 
     def of_wanted(
         self,
@@ -113,38 +116,54 @@ class Attention:
         """What decode rows share, where the layer reads that once."""
         return batch.prefixes if self.shape.window is None else None
 
+    def _fresh(self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> KvLayer | None:
+        """Where the step's own keys and values will be, in qkv, if its chunks may be attended to on them."""
+        if not (batch.prefills or batch.prefill_lists) or not attends_fresh(kv, qkv.dtype):
+            return None
+        heads = qkv.view(len(qkv), -1, self.shape.head_dim)
+        return KvLayer(heads[:, self.shape.heads :].unflatten(1, (2, -1)), NO_QUANT, kv.granule_tokens)
+
     def _store(
-        self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        kv: KvLayer,
+        batch: ForwardBatch,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keep_keys: bool = False,
     ) -> torch.Tensor:
-        """qkv [T, (Hq + 2 · Hkv) · D] -> turned queries [T, Hq, D], keys and values written."""
+        """qkv [T, (Hq + 2 · Hkv) · D] -> turned queries [T, Hq, D], keys and values written; keep_keys: turned keys
+        are left in qkv, too."""
         tokens, heads, kv_heads = len(qkv), self.shape.heads, self.shape.kv_heads
         q, k, v = qkv.view(tokens, -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), 1)
         wide = qkv.is_cuda and bool(batch.prefills)
         out = empty_queries((tokens, heads, self.shape.head_dim), qkv.dtype, qkv.device) if wide else None
         return rotary_kv_write(
             q, k, v, cos, sin, kv, batch.kv_rows, batch.granule_rows,
-            norms=self.norms, rotate=batch.rotation, out=out,
+            norms=self.norms, rotate=batch.rotation, out=out, keep_keys=keep_keys,
         )  # fmt: skip
 
-    def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, fresh: KvLayer | None) -> torch.Tensor:
         """q [T, Hq, D] -> [T, Hq, D]: the decode rows in one call, the prefill chunks in another."""
         if not batch.num_decode:
-            return self._attend_prefills(q, kv, batch, None)
+            return self._attend_prefills(q, kv, batch, None, fresh)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if batch.attended is None else batch.attended
         lists = None if batch.prefill_lists is None else batch.prefill_lists[self.shape.window]
         if lists is None:
             self._attend_decodes(q, kv, batch, out)
-            return self._attend_prefills(q, kv, batch, out) if batch.prefills else out
+            return self._attend_prefills(q, kv, batch, out, fresh) if batch.prefills else out
         # Prefill attention takes whole multiprocessors: only what starts behind it runs beside it.
         if batch.beside:
-            self._attend_listed(q, kv, lists, out)
+            self._attend_listed(q, kv, lists, out, fresh)
         self._attend_decodes(q, kv, batch, out)
         if not batch.beside:
-            self._attend_listed(q, kv, lists, out)
+            self._attend_listed(q, kv, lists, out, fresh)
         return out
 
-    def _attend_listed(self, q: torch.Tensor, kv: KvLayer, lists: ListViews, out: torch.Tensor) -> None:
-        listed_prefill_attention(q, kv, lists, self.shape.scale, self.shape.window, out)
+    def _attend_listed(
+        self, q: torch.Tensor, kv: KvLayer, lists: ListViews, out: torch.Tensor, fresh: KvLayer | None
+    ) -> None:
+        listed_prefill_attention(q, kv, lists, self.shape.scale, self.shape.window, out, fresh)
 
     def _attend_decodes(self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         q, out = q[: batch.num_decode], out[: batch.num_decode]
@@ -158,7 +177,7 @@ class Attention:
         ragged_decode_attention(q, kv, *rows, longest, scale, window, work=work, out=out, beside=beside)
 
     def _attend_prefills(
-        self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor | None
+        self, q: torch.Tensor, kv: KvLayer, batch: ForwardBatch, out: torch.Tensor | None, fresh: KvLayer | None
     ) -> torch.Tensor:
         scale, window = self.shape.scale, self.shape.window
-        return ragged_prefill_attention(q, kv, batch.prefills, scale, window, out, batch.planned)
+        return ragged_prefill_attention(q, kv, batch.prefills, scale, window, out, batch.planned, fresh)

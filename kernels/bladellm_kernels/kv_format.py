@@ -5,7 +5,7 @@ number = (code - offset) * scale + zero, with scale and zero in float16, and zer
 
 The codes of `fp12_e4m7` are float16 without their highest exponent bit and their last three of the mantissa, and scales
 are powers of two: of a vector whose largest number is below 2^(e + 1) what bfloat16 holds from 2^(e - 14) on is kept as
-it is, and what is smaller moves by 2^(e - 22) at most, which is what sums in float32 round to.
+it is, and what is smaller moves by 2^(e - 22) at most, about what sums in float32 round to.
 """
 
 from dataclasses import dataclass

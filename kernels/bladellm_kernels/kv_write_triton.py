@@ -160,6 +160,8 @@ def kv_write_kernel(
                 first, second = head_normed(first, second, low_factor, high_factor, eps, dtype, SHAPE)
             if SHAPE.q_heads > 0:
                 first, second = rotated(first, second, cos, sin, table, here, hadamard, hadamard_stride, dtype, SHAPE)
+            if SHAPE.keeps_keys:
+                store_halves(k, at * k_token_stride + head * k_head_stride + column, first, second, inside, SHAPE, 0)
         else:
             first, second = load_halves(v, at * v_token_stride + head * v_head_stride + column, inside, SHAPE)
         if SHAPE.quantized:
@@ -180,8 +182,9 @@ class KvWriteShape:
 
     q_heads, kv_heads: of a token. dim_half, half: numbers in half a head, and the power of two that holds them. tokens,
     heads: of a program. bits: of a code, 0 unquantized. lowest, highest, offset: of the format's codes. floats: codes
-    are floats; least, unit: as `nearest_float` takes them. root: 1 / √D. granule: its tokens. q_blocks, kv_blocks,
-    blocks: programs for the queries, the keys or the values, and all of them, of as many tokens as a program has.
+    are floats; least, unit: as `nearest_float` takes them. root: 1 / √D. granule: its tokens. keeps_keys: turned
+    ones are written where they came from, too. q_blocks, kv_blocks, blocks: programs for the queries, the keys or the
+    values, and all of them, of as many tokens as a program has.
     """
 
     q_heads: int
@@ -201,6 +204,7 @@ class KvWriteShape:
     unit: float
     root: float
     granule: int
+    keeps_keys: bool
     q_blocks: int
     kv_blocks: int
     blocks: int
@@ -208,7 +212,14 @@ class KvWriteShape:
 
 @cache
 def kv_write_shape(
-    format: KvFormat, kv_heads: int, dim: int, granule: int, q_heads: int, hadamard: bool, tile: int
+    format: KvFormat,
+    kv_heads: int,
+    dim: int,
+    granule: int,
+    q_heads: int,
+    hadamard: bool,
+    tile: int,
+    keeps_keys: bool = False,
 ) -> KvWriteShape:
     """tile: how many numbers of a half a program holds of a token."""
     least, mantissa = float_codes(format)
@@ -222,7 +233,7 @@ def kv_write_shape(
         bits=format.bits if format.quantized else 0, floats=mantissa > 0,
         lowest=float(format.lowest), highest=float(format.highest), offset=float(format.offset),
         least=least, unit=1.5 * 2.0 ** (23 - mantissa),
-        root=float(dim**-0.5), granule=granule,
+        root=float(dim**-0.5), granule=granule, keeps_keys=keeps_keys,
         q_blocks=q_blocks, kv_blocks=kv_blocks, blocks=q_blocks + 2 * kv_blocks,
     )  # fmt: skip
 
@@ -249,7 +260,7 @@ def launch_kv_write(
     """`kv_write` by one kernel; the arguments have been checked."""
     # Queries and tables of no heads are never read.
     none = k[:, :0]
-    launch_rotary_kv_write(none, k, v, None, none, none, kv, rows, granule_rows, None, none, tile, warps)
+    launch_rotary_kv_write(none, k, v, None, none, none, kv, rows, granule_rows, None, none, False, tile, warps)
 
 
 def launch_rotary_kv_write(
@@ -264,6 +275,7 @@ def launch_rotary_kv_write(
     granule_rows: torch.Tensor | None,
     hadamard: torch.Tensor | None,
     out: torch.Tensor,
+    keep_keys: bool = False,
     tile: int = TILE_NUMBERS,
     warps: int | None = None,
 ) -> None:
@@ -272,7 +284,7 @@ def launch_rotary_kv_write(
     if tokens == 0:
         return
     payload, scales, rotates = kv.payload, kv.scales, hadamard is not None
-    shape = kv_write_shape(kv.format, payload.shape[2], dim, kv.granule_tokens, q_heads, rotates, tile)
+    shape = kv_write_shape(kv.format, payload.shape[2], dim, kv.granule_tokens, q_heads, rotates, tile, keep_keys)
     granule, scale_head, scale_which, plane, _ = _NO_STRIDES if scales is None else scales.stride()
     q_token, q_head, _ = q.stride()
     k_token, k_head, _ = k.stride()

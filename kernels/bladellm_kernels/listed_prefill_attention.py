@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
 from bladellm_kernels.multiprocessors import multiprocessors
-from bladellm_kernels.one_pass_gate import one_pass_serves
+from bladellm_kernels.one_pass_gate import attends_fresh, one_pass_serves, one_pass_serves_numbers
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, list_programs, programs_beside
 from bladellm_kernels.prefill_costs import KERNEL_CALL, Heads, chunk_cost
-from bladellm_kernels.prefill_routes import one_pass_routes
+from bladellm_kernels.prefill_routes import Routes, one_pass_routes
 from bladellm_kernels.prefill_tiles import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -41,7 +41,8 @@ NARROW_TILES = 16
 class ListShape(NamedTuple):
     """What is the same for all lists of a captured step: rows of a tile, query heads of a KV head, KV heads; entries
     that the list has room for, and of these the ones that may see a part of their keys; programs of attention in one
-    pass, 0 without it; dimensions of a head."""
+    pass, 0 without it; dimensions of a head; whether that is for chunks with nothing before them, on fresh keys and
+    values."""
 
     rows: int
     group: int
@@ -51,6 +52,7 @@ class ListShape(NamedTuple):
     parts: int
     programs: int = 0
     dim: int = 128
+    fresh: bool = False
 
     @property
     def item_numbers(self) -> int:
@@ -78,16 +80,23 @@ class ListViews(NamedTuple):
 
 def one_pass_programs(tokens: int, kv: KvLayer, dtype: torch.dtype) -> int:
     """How many programs of attention in one pass lists of steps of `tokens` tokens have, queries of `dtype`."""
-    if tokens < ONE_PASS_TOKENS or not one_pass_serves(kv, dtype):
+    fresh = attends_fresh(kv, dtype) and one_pass_serves_numbers(kv, dtype)
+    if tokens < ONE_PASS_TOKENS or not (fresh or one_pass_serves(kv, dtype)):
         return 0
     return multiprocessors(kv.payload.device)
 
 
 def list_shape(
-    tokens: int, chunks: int, heads: Heads, dtype: torch.dtype, programs: int = 0, windows: bool = False
+    tokens: int,
+    chunks: int,
+    heads: Heads,
+    dtype: torch.dtype,
+    programs: int = 0,
+    windows: bool = False,
+    fresh: bool = False,
 ) -> ListShape:
     """For steps of up to `tokens` tokens in about `chunks` chunks, queries of `dtype`; programs: `one_pass_programs`;
-    windows: whether lists are filled for some, too.
+    windows: whether lists are filled for some, too; fresh: `attends_fresh`.
 
     There is room for the parts of one chunk whose keys are divided, and unless all chunks can be attended to in one
     pass for every tile of such a step.
@@ -95,8 +104,9 @@ def list_shape(
     group = heads.query // heads.kv
     tile = _tile(tokens, group, heads.dim, dtype, heads.quantized)
     parts = max(2, PROGRAMS // heads.kv)
-    items = (NARROW_TILES if programs and not windows else -(-tokens * group // tile.rows) + chunks) + parts
-    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs, heads.dim)
+    all_in_one_pass = programs and not (windows or fresh)
+    items = (NARROW_TILES if all_in_one_pass else -(-tokens * group // tile.rows) + chunks) + parts
+    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs, heads.dim, fresh)
 
 
 def fill_list(
@@ -109,7 +119,7 @@ def fill_list(
     if not shape.programs or window is not None:
         return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
     heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, shape.dim)
-    for routes in one_pass_routes(tuple(spans), heads):
+    for routes in _fresh_routes(spans) if shape.fresh else one_pass_routes(tuple(spans), heads):
         programs = shape.programs
         if decode_tokens and routes.one_pass and not routes.stored:
             programs = programs_beside(routes.one_pass, heads, programs, decode_tokens)
@@ -117,6 +127,12 @@ def fill_list(
         if _write(entries, routes.stored, window, shape, target):
             return True
     return False
+
+
+def _fresh_routes(spans: Sequence[Span]) -> tuple[Routes, ...]:
+    """In one pass those with nothing before them, whose keys are where the step's tokens are."""
+    fresh = tuple(span._replace(base_row=span.first) for span in spans if span.start == 0)
+    return (Routes(stored=tuple(span for span in spans if span.start), one_pass=fresh),)
 
 
 def _write(
@@ -159,24 +175,31 @@ def listed_cost(spans: Sequence[Span], heads: Heads) -> float:
 
 
 def listed_prefill_attention(
-    q: torch.Tensor, kv: KvLayer, lists: ListViews, scale: float, window: int | None, out: torch.Tensor
+    q: torch.Tensor,
+    kv: KvLayer,
+    lists: ListViews,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    fresh: KvLayer | None = None,
 ) -> None:
     """`ragged_prefill_attention` of the chunks in a list of `fill_list` for steps of as many tokens as q has.
 
-    q, out: [T, Hq, D]. kv: as there, of any format. lists: from `list_views`, for the same window. Writes the rows of
-    the chunks' tokens and no others. On CUDA it launches only, reads lengths on the device, and can be captured.
+    q, out: [T, Hq, D]. kv, fresh: as there, of any format. lists: from `list_views`, for the same window. Writes the
+    rows of the chunks' tokens and no others. On CUDA it launches only, reads lengths on the device, and can be
+    captured.
     """
     tile = _tile(q.shape[0], q.shape[1] // kv.kv_heads, kv.head_dim, q.dtype, kv.format.quantized)
     if not takes_kernels(q, kv):
         if lists.programs is not None and window is None:
-            _attend_to_chunks(q, kv, lists.programs, scale, out)
+            _attend_to_chunks(q, fresh or kv, lists.programs, scale, out)
         if lists.tiles is not None:
             _attend_plainly(q, kv, lists.tiles, tile.rows, scale, window, out)
         return
     from bladellm_kernels import one_pass_prefill, ragged_prefill_triton
 
     if lists.programs is not None and window is None:
-        one_pass_prefill.launch_listed(q, kv, lists.programs, scale, out)
+        one_pass_prefill.launch_listed(q, fresh or kv, lists.programs, scale, out)
     if lists.tiles is not None:
         ragged_prefill_triton.launch_tiles(q, kv, lists.tiles, tile, scale, window, out, True)
 

@@ -22,6 +22,12 @@ def one_pass_serves_numbers(kv: KvLayer, dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16) and kv.head_dim in HEAD_DIMS
 
 
+def attends_fresh(kv: KvLayer, dtype: torch.dtype) -> bool:
+    """Whether keys and values of `dtype` are stored as they were computed, though in other bits: chunks with nothing
+    before them may be attended to on what was computed."""
+    return kv.format.float12 and dtype == torch.bfloat16
+
+
 def one_pass_takes(q: torch.Tensor, kv: KvLayer, window: int | None, longest: int, out: torch.Tensor) -> bool:
     """The same for sequences of up to `longest`, and whether queries and results are at whole 16 bytes, too."""
     return one_pass_serves(kv, q.dtype) and _sees_all(window, longest) and _fits(q) and _fits(out)

@@ -48,6 +48,7 @@ def ragged_prefill_attention(
     window: int | None = None,
     out: torch.Tensor | None = None,
     planned: PlannedCalls | None = None,
+    fresh: KvLayer | None = None,
 ) -> torch.Tensor:
     """Causal attention of prefill chunks: position p sees positions 0 to p of its sequence, or the last `window`.
 
@@ -56,12 +57,21 @@ def ragged_prefill_attention(
     a chunk's end, up to the end of its last granule, may be set to zero: they must be the sequence's own and hold
     nothing yet (unless two chunks are of one sequence; then they are kept). scale > 0. q may have any rows around it in
     its storage, and is faster with those of `prefill_sdpa.empty_queries`. planned: the calls that cuDNN may be asked
-    (`prefill_warm_up`); when None any, of which a new one takes some 45 ms.
+    (`prefill_warm_up`); when None any, of which a new one takes some 45 ms. fresh: unquantized, the step's tokens as
+    rows: of chunks with nothing before them it is read in place of kv, where that is possible in one pass.
     Returns [T, Hq, D] of q's type, in `out` if given; tokens outside every chunk are left unwritten. Softmax in
     float32. Never waits for a device.
     """
     _check(q, kv, scale, window, out)
     spans = [Span(each.first, each.query_len, each.start, each.base_row, each.slot) for each in chunks]
+    if fresh is not None:
+        whole = [span._replace(base_row=span.first) for span in spans if span.start == 0]
+        if whole and _takes_fresh(q, fresh, whole, window, out):
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+            ragged_prefill_attention(q, fresh, whole, scale, window, out)
+            spans = [span for span in spans if span.start]
+            if not spans:
+                return out
     if spans and takes_kernels(q, kv):
         return _attend_on_cuda(q, kv, spans, scale, window, out, planned)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -71,6 +81,14 @@ def ragged_prefill_attention(
         seen = kv_read(kv, span.base_row, span.slot, seen_from, span.start + span.query_len, q.dtype)
         _attend_chunk(q[tokens], seen, span.start - seen_from, scale, window, out[tokens])
     return out
+
+
+def _takes_fresh(
+    q: torch.Tensor, fresh: KvLayer, spans: Sequence[Span], window: int | None, out: torch.Tensor | None
+) -> bool:
+    """Whether nothing is written behind chunks, where others of the step are."""
+    longest = max(span.query_len for span in spans)
+    return not takes_kernels(q, fresh) or one_pass_takes(q, fresh, window, longest, q if out is None else out)
 
 
 def takes_kernels(q: torch.Tensor, kv: KvLayer) -> bool:

@@ -34,14 +34,15 @@ def rotary_kv_write(
     norms: HeadNorms | None = None,
     rotate: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    keep_keys: bool = False,
 ) -> torch.Tensor:
     """`rms_norm` (given `norms`) and `rotary` of q and k, then `kv_write` of k and v.
 
     q: [T, Hq, D]; k, v: [T, Hk, D]; all of one float type, any strides but the last, which is 1, such as views of one
     qkv; D even. cos, sin: float32 [T, 1, D] of `rotary_tables`. kv, rows, granule_rows: as in `kv_write`. rotate:
     `hadamard_matrix(D)` of q's type, to turn q and k by `hadamard` after rotary: scores stay, and fewer codes hold k.
-    out: [T, Hq, D] of q's type, may be q itself. Returns the rotated q, [T, Hq, D]: `out`, or a new tensor. On CUDA one
-    kernel where triton is installed.
+    out: [T, Hq, D] of q's type, may be q itself. keep_keys: the turned keys are written to k, too. Returns the rotated
+    q, [T, Hq, D]: `out`, or a new tensor. On CUDA one kernel where triton is installed.
     """
     granule_rows = check_kv_write(kv, rows, k, v, granule_rows)
     _check(q, k, cos, sin, norms, rotate, out)
@@ -49,10 +50,13 @@ def rotary_kv_write(
         from bladellm_kernels.kv_write_triton import launch_rotary_kv_write
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        launch_rotary_kv_write(q, k, v, norms, cos, sin, kv, rows, granule_rows, rotate, out)
+        launch_rotary_kv_write(q, k, v, norms, cos, sin, kv, rows, granule_rows, rotate, out, keep_keys)
         return out
+    given = k
     q, k = _normed(q, k, norms)
     turned_q, turned_k = _turned(q, cos, sin, rotate), _turned(k, cos, sin, rotate)
+    if keep_keys:
+        given.copy_(turned_k)
     kv_write_by_operators(kv, rows, turned_k, v, granule_rows)
     return turned_q if out is None else out.copy_(turned_q)
 

@@ -116,6 +116,26 @@ def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
     assert found[0] == found[1] == found[2] == found[3]
 
 
+def test_prompts_of_a_bfloat16_model_are_attended_to_before_they_are_stored_in_12_bits(demo_model, monkeypatch):
+    """By eager steps and captured ones; prompts found in the cache, and later chunks, read what is stored."""
+    monkeypatch.setattr(mixed_inputs, "one_pass_programs", lambda tokens, kv, dtype: 40 * (tokens >= 20))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    options = {"dtype": "bfloat16", "device": "cpu", "kv_cache_gib": 0.1, "max_running_requests": 3}
+    found = []
+    for format, way in (
+        ("no_quant", {"disable_cuda_graph": True}),
+        ("fp12_e4m7", {"disable_cuda_graph": True}),
+        ("fp12_e4m7", {**SIZES, "prefill_chunk_tokens": 60}),
+    ):
+        with captured_llm(str(demo_model), Again(), kv_cache_quant=format, **options, **way) as llm:
+            used = [] if "disable_cuda_graph" in way else count_calls(llm._engine.core._runner._mixed._one_pass)
+            for _ in range(2):
+                found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS[:7], params)])
+    assert used, "some steps have whole prompts alone"
+    equal = [sum(one == other for one, other in zip(found[0], each, strict=True)) for each in found]
+    assert min(equal) >= 6, "sums in another order may change a token, seldom"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
     """Logits equal the eager ones although the memory around is NaN, and only the rows' own places are written."""

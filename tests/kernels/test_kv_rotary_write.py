@@ -84,6 +84,21 @@ def test_turned_keys_are_quantized(device, dtype, layout, rotate, name):
     given.untouched_but(rows, places)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_turned_keys_are_left_where_they_came_from(device, rotate, normed):
+    """The very numbers that unquantized memory gets; queries and values beside them stay as they were."""
+    dtype = torch.bfloat16
+    given, parts = memory("no_quant", 3, 32, dtype, device), problem(17, 6, 3, 32, dtype, device)
+    kept = {name: parts[name].clone() for name in "qv"}
+    norms = HeadNorms(*torch.randn(2, 32, device=device).to(dtype), 1e-5) if normed else None
+    matrix = hadamard_matrix(32, dtype, device) if rotate else None
+    _, rows, _ = called(given, parts, 17, norms=norms, rotate=matrix, keep_keys=True)
+    assert torch.equal(parts["k"], given.kv.payload[rows, 0])
+    assert all(torch.equal(parts[name], before) for name, before in kept.items())
+
+
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("dim", [24, 40, 96, 128, 256])
 def test_heads_of_every_size(device, dim, rotate):
@@ -220,8 +235,15 @@ def interpreted_rotary(cases: list[tuple[torch.dtype, str]]) -> None:
             tables = rotary_tables(*parts["angles"])
             out = torch.full((5, 8, dim), torch.nan, dtype=dtype)
             norms = HeadNorms(*torch.randn(2, dim).to(dtype), 1e-5) if dim == 24 else None
-            launch_rotary_kv_write(q, k, v, norms, *tables, given.kv, rows, places, matrix, out[:, 1:7])
             expected_q = rotary_kv_write_reference(q, k, v, *tables, expected, rows, places, norms=norms, rotate=matrix)
+            turned = k.clone()
+            rotary_kv_write(
+                q, turned, v, *tables, twin(given), rows, places, norms=norms, rotate=matrix, keep_keys=True
+            )
+            keeps = random.random() < 0.5
+            kept = turned if keeps else k.clone()
+            launch_rotary_kv_write(q, k, v, norms, *tables, given.kv, rows, places, matrix, out[:, 1:7], keeps)
+            assert_close(k, kept.float(), dtype)
             assert_close(out[:, 1:7], expected_q.float(), dtype)
             assert out[:, 0].isnan().all()
             assert out[:, 7].isnan().all()
@@ -245,7 +267,7 @@ def test_the_kernel_gives_the_same_interpreted(cases):
     run_interpreted("tests.kernels.test_kv_rotary_write", cases)
 
 
-COMPILED = ["no_quant", "int8", "int4_affine", "fp8_e4m3"]
+COMPILED = ["no_quant", "int8", "int4_affine", "fp8_e4m3", "fp12_e4m7"]
 
 
 @pytest.mark.parametrize(("name", "way"), some_pairs(COMPILED, product([64, 128], [False, True])), ids=str)
