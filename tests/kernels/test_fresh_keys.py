@@ -23,8 +23,8 @@ FORMAT = KV_FORMATS["fp12_e4m7"]
 
 
 def problem(spans: list[tuple[int, int]], device: str) -> tuple[torch.Tensor, KvLayer, KvLayer, list[Span]]:
-    """Queries; memory of 12 bits with all that chunks of (start, length) see; the same of the chunks' own tokens as they
-    were computed, behind two of no chunk; the chunks."""
+    """Queries; memory of 12 bits with all that chunks of (start, length) see; what was computed of their own tokens,
+    behind two of no chunk; the chunks."""
     total = sum(start + length for start, length in spans)
     granules = len(spans) * (max(start + length for start, length in spans) // GRANULE + 1)
     table = torch.randperm(granules, device=device).view(len(spans), -1).int()
