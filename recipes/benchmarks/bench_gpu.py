@@ -4,8 +4,8 @@ Parts, each of the shapes that have it (`targets.py`): `decode` steps by batch, 
 throughput, `long` contexts by KV format, `start` from the command to ready, and a server `online`, once more with a
 target for the first token, beside a peer where --peer gives its command line. What else a peer reached in the same
 hour, --peer_figures, goes into the table, and the goals beside it are shares of that. Parts of one shape and KV format
-share an engine. OUT/table.md has every figure beside its goals, OUT/results.json the same, OUT/*.json what each script
-found; what is measured again replaces its rows.
+share an engine; with keys and values in 12 bits it packs weights, too. OUT/table.md has every figure beside its goals,
+OUT/results.json the same, OUT/*.json what each script found; what is measured again replaces its rows.
 
     bench_gpu.py --out results --shapes llama31-8b --parts decode prefill offline
     bench_gpu.py --out results --parts online --peer "vllm serve {model} --load-format dummy --port {port}"
@@ -24,10 +24,12 @@ from typing import Any
 
 from one_engine import PARTS, has
 from shapes import SHAPES, TOKENIZER, write_shape
-from targets import CASES, MEASURED_QPS, OURS, TARGET_TTFT_MS, Row, carried, table
+from targets import CASES, MEASURED_QPS, OURS, PACKED, TARGET_TTFT_MS, Row, carried, table
 
 HERE = Path(__file__).parent
-KV_FORMATS = ("no_quant", "int8", "int4")
+KV_FORMATS = ("no_quant", "int8", "int4", PACKED)
+PARTS_OF = {"no_quant": PARTS, PACKED: ("decode", "offline")}
+"""Parts that are measured with a KV format; with the others long contexts."""
 STARTS = {"warm": "engine ready, warm", "dummy": "engine ready, random weights", "server": "server ready, warm"}
 
 
@@ -49,7 +51,7 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
     """What is to run, in order."""
     for shape in args.shapes:
         for kind in args.kv_formats:
-            wanted = [part for part in PARTS if part in args.parts and (part == "long" or kind == "no_quant")]
+            wanted = [part for part in PARTS_OF.get(kind, ("long",)) if part in args.parts]
             if parts := tuple(part for part in wanted if has(CASES[shape], part, kind)):
                 yield Job(shape, parts, kind)
         for part in ("start", "online"):
@@ -61,6 +63,7 @@ def run_engine(job: Job, args: argparse.Namespace) -> list[Row]:
     """Parts of one engine."""
     file = args.out / f"{job.name}.json"
     words = ["one_engine.py", str(args.models), job.shape, "--parts", *job.parts, "--kv_cache_quant", job.kind]
+    words += ["--packed_weights", "auto"] if job.kind == PACKED else []
     words += ["--device", args.device, "--tokenizer_dir", str(args.tokenizer_dir), "--json", str(file)]
     call([*words, *args.engine_flags.split()])
     return [Row(job.shape, **row) for row in json.loads(file.read_text())["rows"]]
@@ -155,7 +158,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), metavar="PART", help=", ".join(parts))
     parser.add_argument(
-        "--kv_formats", nargs="+", choices=KV_FORMATS, default=list(KV_FORMATS), help="of long contexts"
+        "--kv_formats", nargs="+", choices=KV_FORMATS, default=list(KV_FORMATS), help="KV formats of engines"
     )
     parser.add_argument("--peer", help="command line of a server for the online part, with {model} and {port}")
     parser.add_argument(

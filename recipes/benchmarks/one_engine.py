@@ -67,7 +67,9 @@ class OneEngine:
         self.clocks, self.lateness = watch_steps(self.engine.core), Lateness(self.engine.core._runner)
 
     def add(self, case: str, unit: str, value: float) -> None:
-        """Keep a figure and show it."""
+        """Keep a figure and show it; its case names a KV format that is not the model's own."""
+        kind = self.args.kv_cache_quant
+        case = case if kind == "no_quant" or kind in case else f"{case}, {kind}"
         self.rows.append(Row(self.args.shape, case, unit, value))
         print(table(self.rows[-1:]).splitlines()[-1], flush=True)
 

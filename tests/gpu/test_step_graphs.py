@@ -34,6 +34,7 @@ WAYS = {
     "int4 affine, chunks": {"kv_cache_quant": "int4_affine", "prefill_chunk_tokens": 7},
     "fp8 e4m3": {"kv_cache_quant": "fp8_e4m3"},
     "fp8 e5m2": {"kv_cache_quant": "fp8_e5m2"},
+    "fp12 e4m7": {"kv_cache_quant": "fp12_e4m7"},
 }
 
 

@@ -44,7 +44,8 @@ def test_parts_of_a_shape_share_an_engine_and_join_what_was_measured(tmp_path):
     first = measured(tmp_path)
     steps = {"decode step, batch 1", "decode step, batch 3", "host work, batch 1", "host work, batch 3"}
     rates = {"offline", "offline, default --target_tbt_ms"}
-    assert set(first) == steps | rates | {"prefill of 40", "engine ready, this start, no_quant"}
+    packed = {f"{case}, fp12_e4m7" for case in {*steps, *rates, "engine ready, this start"}}
+    assert set(first) == packed | steps | rates | {"prefill of 40", "engine ready, this start, no_quant"}
     assert all(value > 0 for value in first.values())
     raw = json.loads((tmp_path / "tiny-decode-prefill-offline.json").read_text())["raw"]
     assert [(run["requests"], run["input"], run["output"]) for run in raw["offline"]] == [(6, 8, 4)] * 2
@@ -135,6 +136,7 @@ def test_every_goal_belongs_to_a_case_that_is_measured(recipe, targets):
         cases = targets.CASES[shape]
         named = {f"decode step, batch {batch}" for batch in cases.decode} | {f"prefill of {n}" for n in cases.prefill}
         named |= {f"host work, batch {batch}" for batch in cases.decode} | {"offline", *bench_gpu.STARTS.values()}
+        named |= {f"{case}, {targets.PACKED}" for case in named if case.startswith(("decode", "offline"))}
         named |= {f"context of {n}, {kind}" for kind, contexts in cases.contexts.items() for n in contexts}
         assert set(goals) <= named | online, shape
 
