@@ -121,10 +121,8 @@ def kv_write_kernel(
     head_stride: tl.tensor, granule_stride: tl.tensor, scale_head_stride: tl.tensor, scale_which_stride: tl.tensor,
     plane_stride: tl.tensor, SHAPE: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
-    """One program a tile of tokens and heads: blocks of query heads first, then of keys, then of values.
-
-    SHAPE: a `KvWriteShape`. What a call does not have is None. A token whose row is negative is not stored.
-    """
+    """One program a tile of tokens and heads: blocks of query heads first, then of keys, then of values. SHAPE: a
+    `KvWriteShape`. What a call does not have is None. A token whose row is negative is not stored."""
     let_next_start(EARLY)
     block = tl.program_id(0) % SHAPE.blocks
     token = (tl.program_id(0) // SHAPE.blocks).to(tl.int64) * SHAPE.tokens + tl.arange(0, SHAPE.tokens)
@@ -170,9 +168,8 @@ def kv_write_kernel(
             place = granule + vector[None, :] * scale_head_stride + which * scale_which_stride
             written = (row >= 0)[:, None] & (vector < SHAPE.kv_heads)[None, :]
             first, second = quantized(first, second, scales, place, plane_stride, real, written, SHAPE)
-        stored = row[:, None, None]
-        place = stored * row_stride + which * which_stride + head * head_stride + column
-        store_halves(payload, place, first, second, inside & (stored >= 0), SHAPE, SHAPE.bits)
+        place = row[:, None, None] * row_stride + which * which_stride + head * head_stride + column
+        store_halves(payload, place, first, second, inside & (row >= 0)[:, None, None], SHAPE, SHAPE.bits)
 # fmt: on
 
 

@@ -6,8 +6,8 @@
 // each, since a tile of the weight is free once it is in registers.
 //
 // In front of this text are hopper_parts.cu and cluster_sums.cu, with what they want, and `multiply_add_held`. Defined by
-// packed_linear.py besides: LAUNCH_AT, when the next kernel may start; STAGES of x, WEIGHT_STAGES; BARRIERS_AT, bytes of
-// the rings or of the sums that follow them.
+// packed_linear.py besides: LAUNCH_AT, when the next kernel may start; STAGES of x, WEIGHT_STAGES; AHEAD, 1 where a tile
+// is widened while the one before is multiplied; BARRIERS_AT, bytes of the rings or of the sums that follow them.
 
 constexpr unsigned NUMBER_BYTES = 6144, PART_BYTES = 2048, PATCH_BYTES = 32;
 constexpr unsigned WEIGHT_TILE_BYTES = NUMBER_BYTES + 4 * PATCH_BYTES;
@@ -208,7 +208,7 @@ __device__ void add_step(
     if (threadIdx.x % 32 == 0) arrive(rings.empty_x(under_way));
 }
 
-__device__ void add_products(float (&sums)[TOKENS / 2], const Rings& rings, int group, int count) {
+__device__ void add_products_ahead(float (&sums)[TOKENS / 2], const Rings& rings, int group, int count) {
     Places places;
     unsigned even[PAIRS], odd[PAIRS];
     widen_step(even, rings, places.weight, group);
@@ -222,6 +222,22 @@ __device__ void add_products(float (&sums)[TOKENS / 2], const Rings& rings, int 
     wait_products<0>();
     hold(even);
     hold(odd);
+    keep_behind(sums);
+}
+
+// A tile after the other; other warpgroups multiply meanwhile, those of a second CTA, too, whose registers fit then.
+__device__ void add_products_in_turn(float (&sums)[TOKENS / 2], const Rings& rings, int group, int count) {
+    Places places;
+    unsigned pairs[PAIRS];
+#pragma unroll 1
+    for (int step = 0; step < count; ++step) {
+        widen_step(pairs, rings, places.weight, group);
+        multiply_step(sums, pairs, rings, places.x);
+        wait_products<0>();
+        hold(pairs);
+        if (threadIdx.x % 32 == 0) arrive(rings.empty_x(places.x.stage));
+        places.x.advance();
+    }
     keep_behind(sums);
 }
 
@@ -256,7 +272,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) packed_li
     }
     const int group = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 128, 0);
     float sums[TOKENS / 2] = {};
-    add_products(sums, rings, group, steps.count);
+    if (AHEAD)
+        add_products_ahead(sums, rings, group, steps.count);
+    else
+        add_products_in_turn(sums, rings, group, steps.count);
     if (LAUNCH_AT == AFTER_MAIN_LOOP && threadIdx.x == 0) let_next_start();
     if (tile_row + group < weight.tile_rows) scale(sums, factors + tile_row * GROUP_ROWS, group);
     // Behind what the kernel in front wrote and read: residual and out.

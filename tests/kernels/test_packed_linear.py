@@ -35,7 +35,7 @@ def random_schedule(rows: int, inputs: int) -> PackedSchedule:
     tokens = random.choice([count for count in (*operator.TOKENS, 24, 40, 56) if count >= rows])
     groups, cluster = random.randint(1, operator.MAX_GROUPS), random.randint(1, min(operator.MAX_CLUSTER, inputs // 64))
     stages = random.randint(2, 8), random.randint(2, 8)
-    return PackedSchedule(tokens, groups, cluster, *stages, random.randrange(3))
+    return PackedSchedule(tokens, groups, cluster, *stages, random.randrange(3), random.random() < 0.5)
 
 
 def random_weight(rows: int, inputs: int, gated: bool, device: str = "cpu") -> tuple[torch.Tensor, PackedWeight]:
@@ -239,6 +239,14 @@ def test_schedules_fit_twice(rows):
         assert operator.shared_bytes(schedule) <= SHARED_BYTES
         assert 2 * (operator.shared_bytes(schedule) + CTA_BYTES) <= PROCESSOR_BYTES
         assert operator.shared_bytes(schedule) % 16 == operator._barriers_at(schedule) % 16 == 0
+
+
+def test_ctas_that_share_a_multiprocessor_have_registers_beside_each_other():
+    """Of Llama-3.1-8B gate and up, and the head, have more CTAs than there are multiprocessors."""
+    shapes = {**MODEL, "head": (128256, 4096)}
+    behind = {name for name, shape in shapes.items() if not schedule_for(64, *shape).ahead}
+    assert behind == {"gate-up", "head"}
+    assert all(schedule_for(rows, *shape).ahead for rows in range(1, 33) for shape in shapes.values())
 
 
 @pytest.mark.parametrize("rows", [0, operator.MAX_ROWS + 1])
