@@ -5,6 +5,8 @@ from math import lcm
 
 import psutil
 import torch
+from bladellm_kernels.kv_format import KV_FORMATS
+from bladellm_kernels.listed_scratch import SEEN_ROWS
 from bladellm_kernels.lora_expand import MAX_SLICES
 from bladellm_kernels.lora_tokens import TILE_PARTS
 from bladellm_kernels.prefill_tiles import PROGRAMS
@@ -75,7 +77,10 @@ def graph_bytes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> int:
     activations = max(max(sizes, default=0), max(mixed, default=0)) * (width + spec.hidden_size) * dtype.itemsize
     times = 2 if args.enable_lora else 1  # without adapters and with them
     parts = PROGRAMS * PROGRAM_STATE * spec.head_dim * torch.float32.itemsize if mixed else 0
-    return logits + activations + parts + (times * (len(sizes) + len(mixed)) + len(shared)) * GRAPH_BYTES
+    numbers = spec.kv_heads * spec.head_dim * dtype.itemsize
+    # What attention in one pass reads of keys and values in 12 bits.
+    made = 2 * numbers * (max(mixed) + SEEN_ROWS) if mixed and KV_FORMATS[args.kv_cache_quant].float12 else 0
+    return logits + activations + parts + made + (times * (len(sizes) + len(mixed)) + len(shared)) * GRAPH_BYTES
 
 
 def kv_budget(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, table: MemoryTable) -> int:

@@ -12,9 +12,9 @@ from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.listed_prefill_attention import (
     ListShape,
     fill_list,
-    has_tiles,
     list_shape,
     list_views,
+    one_pass_alone,
     one_pass_programs,
 )
 from bladellm_kernels.lora_tokens import FIELDS, AdapterTiles, TokenAdapters, fill_tiles, most_tiles
@@ -197,13 +197,15 @@ class MixedInputs:
             logit_tokens=None,
             kv=self._arena,
             wanted=wanted if layout.wants_few else None,
-            prefill_lists={window: views._replace(tiles=None) if one_pass else views for window, views in views_of},
+            prefill_lists={
+                window: views._replace(tiles=None, blocks=None) if one_pass else views for window, views in views_of
+            },
             adapters=self._token_adapters(layout) if adapted else None,
             # Zeros in the places of padding, as its embeddings are.
             attended=torch.zeros(
                 size, self._heads.query, self._heads.dim, dtype=self._dtype, device=self._static.device
             ),
-            beside=one_pass and layout.beside,
+            beside=layout.beside and (one_pass or (layout.list.blocks > 0 and not adapted)),
         )
 
     def _token_adapters(self, layout: Layout) -> TokenAdapters:
@@ -231,7 +233,7 @@ class MixedInputs:
         if flat is not None:
             _fill(tokens, rows, flat)
         self.adapted = flat is not None and flat.adapters is not None
-        self.one_pass = self.has_one_pass(size) and not any(has_tiles(each, layout.list) for each in lists.values())
+        self.one_pass = self.has_one_pass(size) and all(one_pass_alone(each, layout.list) for each in lists.values())
         if layout.max_loras:
             _fill_adapters(layout.adapters(host), None if flat is None else flat.adapters)
         length = layout.numbers if self.adapted or flat is None else layout.first_adapter

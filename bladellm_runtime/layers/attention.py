@@ -118,7 +118,9 @@ class Attention:
 
     def _fresh(self, qkv: torch.Tensor, kv: KvLayer, batch: ForwardBatch) -> KvLayer | None:
         """Where the step's own keys and values will be, in qkv, if its chunks may be attended to on them."""
-        if not (batch.prefills or batch.prefill_lists) or not attends_fresh(kv, qkv.dtype):
+        lists = None if batch.prefill_lists is None else batch.prefill_lists[self.shape.window]
+        wanted = bool(batch.prefills) if lists is None else lists.programs is not None and lists.blocks is None
+        if not wanted or not attends_fresh(kv, qkv.dtype):
             return None
         heads = qkv.view(len(qkv), -1, self.shape.head_dim)
         return KvLayer(heads[:, self.shape.heads :].unflatten(1, (2, -1)), NO_QUANT, kv.granule_tokens)
@@ -154,10 +156,10 @@ class Attention:
             return self._attend_prefills(q, kv, batch, out, fresh) if batch.prefills else out
         # Prefill attention takes whole multiprocessors: only what starts behind it runs beside it.
         if batch.beside:
-            self._attend_listed(q, kv, lists, out, fresh)
+            self._attend_listed(q, kv, lists._replace(tiles=None), out, fresh)
+            lists = lists._replace(programs=None)
         self._attend_decodes(q, kv, batch, out)
-        if not batch.beside:
-            self._attend_listed(q, kv, lists, out, fresh)
+        self._attend_listed(q, kv, lists, out, fresh)
         return out
 
     def _attend_listed(

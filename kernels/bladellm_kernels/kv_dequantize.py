@@ -3,13 +3,20 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bladellm_kernels.has_triton import has_triton
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
 from bladellm_kernels.prefill_tiles import Span
+
+BLOCK_TOKENS = 32
+"""Most positions that a program of the CUDA kernel copies."""
+BLOCK_FIELDS = 5
+"""Base row, slot, first position, end of the positions, row of `out`."""
 
 
 class Stretch(NamedTuple):
@@ -19,6 +26,16 @@ class Stretch(NamedTuple):
     slot: int
     first: int
     end: int
+
+
+def list_blocks(stretch: Stretch, row: int) -> NDArray[np.int64]:
+    """The blocks of a stretch that goes to `out` from `row` on, [n, BLOCK_FIELDS]."""
+    base_row, slot, first, end = stretch
+    begin = np.arange(first, end, BLOCK_TOKENS)
+    blocks = np.empty((len(begin), BLOCK_FIELDS), np.int64)
+    blocks[:, 0], blocks[:, 1], blocks[:, 2] = base_row, slot, begin
+    blocks[:, 3], blocks[:, 4] = np.minimum(begin + BLOCK_TOKENS, end), row + begin - first
+    return blocks
 
 
 def kv_dequantize(kv: KvLayer, stretches: Sequence[Stretch], out: torch.Tensor) -> None:

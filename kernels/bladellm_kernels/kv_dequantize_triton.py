@@ -1,19 +1,19 @@
 """The CUDA kernel of `kv_dequantize`: a program copies a few tokens' keys, or values, of one KV head."""
 
 from functools import lru_cache
+from itertools import accumulate
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from bladellm_kernels.kv_dequantize import Stretch
+from bladellm_kernels.kv_dequantize import BLOCK_FIELDS, BLOCK_TOKENS, Stretch, list_blocks
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.prefill_tiles import TileShape
 from bladellm_kernels.ragged_prefill_triton import kernel_memory, kernel_shape, load_tile
 
-TOKENS = 32
 WARPS = 4
-FIELDS = 5
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,7 +27,7 @@ def kv_dequantize_kernel(
     FIELDS: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Grid: blocks × KV heads × (K, V). memory: `ragged_prefill_triton.Memory`; blocks: see `list_blocks`."""
+    """Grid: blocks × KV heads × (K, V). memory: `ragged_prefill_triton.Memory`; blocks: of `list_blocks`."""
     head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     block = blocks + tl.program_id(0) * FIELDS
@@ -58,27 +58,22 @@ def launch(kv: KvLayer, stretches: tuple[Stretch, ...], out: torch.Tensor) -> No
     if not len(out):
         return
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
-    blocks = blocks_on_device(stretches, out.device, stream)
-    shape = kernel_shape(kv, 1, TileShape(TOKENS, TOKENS, WARPS, 1), False, out.dtype)
+    launch_blocks(kv, blocks_on_device(stretches, out.device, stream), out)
+
+
+def launch_blocks(kv: KvLayer, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """The same of blocks as `list_blocks` has them, int64 [n, BLOCK_FIELDS] on the device."""
+    shape = kernel_shape(kv, 1, TileShape(BLOCK_TOKENS, BLOCK_TOKENS, WARPS, 1), False, out.dtype)
     kv_dequantize_kernel[(len(blocks), kv.kv_heads, 2)](
-        kernel_memory(kv), out, *out.stride()[:3], blocks, FIELDS=FIELDS, SHAPE=shape, num_warps=WARPS
+        kernel_memory(kv), out, *out.stride()[:3], blocks, FIELDS=BLOCK_FIELDS, SHAPE=shape, num_warps=WARPS
     )
-
-
-def list_blocks(stretches: tuple[Stretch, ...]) -> list[list[int]]:
-    """Blocks of up to TOKENS positions: base row, slot, first position, end of the positions, row of `out`."""
-    blocks: list[list[int]] = []
-    done = 0
-    for base_row, slot, first, end in stretches:
-        for begin in range(first, end, TOKENS):
-            blocks.append([base_row, slot, begin, min(begin + TOKENS, end), done + begin - first])
-        done += end - first
-    return blocks
 
 
 @lru_cache(maxsize=64)
 def blocks_on_device(stretches: tuple[Stretch, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """`list_blocks`, int64 [blocks, FIELDS]. Kept, since all layers of a step ask for the same; `stream` is where it is
-    used."""
-    blocks = torch.tensor(list_blocks(stretches), dtype=torch.int64, pin_memory=device.type == "cuda")
-    return blocks.to(device, non_blocking=True)
+    """The blocks of stretches, one behind the other in `out`. Kept, since all layers of a step ask for the same;
+    `stream` is where it is used."""
+    ends = accumulate(end - first for _, _, first, end in stretches)
+    rows = [0, *ends][:-1]
+    blocks = torch.from_numpy(np.concatenate(list(map(list_blocks, stretches, rows))))
+    return (blocks.pin_memory() if device.type == "cuda" else blocks).to(device, non_blocking=True)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bladellm_kernels.kv_dequantize import BLOCK_FIELDS
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.listed_scratch import listed_numbers, most_blocks, place_chunks
 from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.one_pass_gate import attends_fresh, one_pass_serves, one_pass_serves_numbers
 from bladellm_kernels.one_pass_list import ENTRY_FIELDS, list_programs, programs_beside
@@ -34,6 +36,7 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention, 
 
 ONE_PASS_TOKENS = 256
 """Steps of fewer are attended to by Triton alone: there is nothing to gain, and each launch takes its time."""
+NO_BLOCKS = np.empty((0, BLOCK_FIELDS), np.int64)
 NARROW_TILES = 16
 """Where attention in one pass takes what has no room elsewhere, tiles of chunks of few queries are all that is left."""
 
@@ -41,8 +44,8 @@ NARROW_TILES = 16
 class ListShape(NamedTuple):
     """What is the same for all lists of a captured step: rows of a tile, query heads of a KV head, KV heads; entries
     that the list has room for, and of these the ones that may see a part of their keys; programs of attention in one
-    pass, 0 without it; dimensions of a head; whether that is for chunks with nothing before them, on fresh keys and
-    values."""
+    pass, 0 without it; dimensions of a head; tokens of a step where that reads numbers made of codes
+    (`listed_scratch`), else 0."""
 
     rows: int
     group: int
@@ -52,7 +55,7 @@ class ListShape(NamedTuple):
     parts: int
     programs: int = 0
     dim: int = 128
-    fresh: bool = False
+    scratch: int = 0
 
     @property
     def item_numbers(self) -> int:
@@ -67,15 +70,27 @@ class ListShape(NamedTuple):
     @property
     def numbers(self) -> int:
         """int64 numbers of the list, a multiple of 16 bytes."""
+        return self.program_numbers + (self.blocks * BLOCK_FIELDS + 1) // 2 * 2
+
+    @property
+    def program_numbers(self) -> int:
+        """int64 numbers of the items, merges and programs."""
         return self.tile_numbers + self.programs * ENTRY_FIELDS
+
+    @property
+    def blocks(self) -> int:
+        """Of the numbers that attention in one pass reads."""
+        return most_blocks(self.scratch) if self.scratch and self.programs else 0
 
 
 class ListViews(NamedTuple):
-    """A list on the device: tiles for the Triton kernel, and programs of attention in one pass. One may be None: not to
-    be looked at."""
+    """A list on the device: tiles for the Triton kernel; programs of attention in one pass; blocks of the numbers that
+    this reads. Tiles or programs may be None: not to be looked at. Blocks are None where it reads what is stored, or
+    fresh."""
 
     tiles: PrefillTiles | None
     programs: torch.Tensor | None
+    blocks: torch.Tensor | None = None
 
 
 def one_pass_programs(tokens: int, kv: KvLayer, dtype: torch.dtype) -> int:
@@ -106,7 +121,8 @@ def list_shape(
     parts = max(2, PROGRAMS // heads.kv)
     all_in_one_pass = programs and not (windows or fresh)
     items = (NARROW_TILES if all_in_one_pass else -(-tokens * group // tile.rows) + chunks) + parts
-    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs, heads.dim, fresh)
+    scratch = tokens if fresh else 0
+    return ListShape(tile.rows, group, heads.kv, items, parts // 2, parts, programs, heads.dim, scratch)
 
 
 def fill_list(
@@ -119,20 +135,23 @@ def fill_list(
     if not shape.programs or window is not None:
         return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
     heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, shape.dim)
-    for routes in _fresh_routes(spans) if shape.fresh else one_pass_routes(tuple(spans), heads):
+    for chosen in one_pass_routes(tuple(spans), heads):
+        routes, blocks = _placed(chosen, shape)
         programs = shape.programs
         if decode_tokens and routes.one_pass and not routes.stored:
             programs = programs_beside(routes.one_pass, heads, programs, decode_tokens)
         entries = list_programs(routes.one_pass, heads, programs)
-        if _write(entries, routes.stored, window, shape, target):
+        if _write(entries, routes.stored, window, shape, target, blocks):
             return True
     return False
 
 
-def _fresh_routes(spans: Sequence[Span]) -> tuple[Routes, ...]:
-    """In one pass those with nothing before them, whose keys are where the step's tokens are."""
-    fresh = tuple(span._replace(base_row=span.first) for span in spans if span.start == 0)
-    return (Routes(stored=tuple(span for span in spans if span.start), one_pass=fresh),)
+def _placed(routes: Routes, shape: ListShape) -> tuple[Routes, NDArray[np.int64]]:
+    """Routes on what attention in one pass reads, and the blocks of that."""
+    if not shape.scratch:
+        return routes, NO_BLOCKS
+    placed = place_chunks(routes.one_pass, shape.scratch)
+    return Routes(stored=routes.stored + placed.others, one_pass=placed.chunks), placed.blocks
 
 
 def _write(
@@ -141,6 +160,7 @@ def _write(
     window: int | None,
     shape: ListShape,
     target: NDArray[np.int64],
+    blocks: NDArray[np.int64] = NO_BLOCKS,
 ) -> bool:
     """Programs of attention in one pass, and the tiles of chunks; False where there is no room."""
     items, merges = list_tiles(spans, shape.group, shape.kv_heads, window, shape.rows)
@@ -149,15 +169,21 @@ def _write(
     if not room or len(entries) > shape.programs:
         return False
     target[:] = 0
-    for place, lines in ((0, items), (shape.item_numbers, merges), (shape.tile_numbers, entries)):
+    parts_of = {0: items, shape.item_numbers: merges, shape.tile_numbers: entries, shape.program_numbers: blocks}
+    for place, lines in parts_of.items():
         numbers = np.asarray(lines, np.int64).ravel()
         target[place : place + len(numbers)] = numbers
     return True
 
 
-def has_tiles(numbers: NDArray[np.int64], shape: ListShape) -> bool:
-    """Whether a list of `fill_list`, on the host, has any for the Triton kernel."""
-    return bool(numbers[: shape.items * ITEM_FIELDS].any())
+def one_pass_alone(numbers: NDArray[np.int64], shape: ListShape) -> bool:
+    """Whether attention in one pass, where numbers are made of codes that of fresh ones, is all that a list of
+    `fill_list` needs; on the host."""
+    behind_prefix = False
+    if shape.scratch:
+        programs = numbers[shape.tile_numbers : shape.program_numbers].reshape(-1, ENTRY_FIELDS)
+        behind_prefix = bool(programs[:, 2].any())
+    return not (behind_prefix or numbers[: shape.items * ITEM_FIELDS].any())
 
 
 def list_views(numbers: torch.Tensor, shape: ListShape) -> ListViews:
@@ -165,8 +191,9 @@ def list_views(numbers: torch.Tensor, shape: ListShape) -> ListViews:
     last = shape.items * ITEM_FIELDS
     merges = numbers[shape.item_numbers :][: shape.merges * MERGE_FIELDS]
     tiles = PrefillTiles(numbers[:last].view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), shape.parts)
-    programs = numbers[shape.tile_numbers :].view(-1, ENTRY_FIELDS)
-    return ListViews(tiles, programs if shape.programs else None)
+    programs = numbers[shape.tile_numbers : shape.program_numbers].view(-1, ENTRY_FIELDS)
+    blocks = numbers[shape.program_numbers :][: shape.blocks * BLOCK_FIELDS].view(-1, BLOCK_FIELDS)
+    return ListViews(tiles, programs if shape.programs else None, blocks if shape.blocks else None)
 
 
 def listed_cost(spans: Sequence[Span], heads: Heads) -> float:
@@ -185,21 +212,24 @@ def listed_prefill_attention(
 ) -> None:
     """`ragged_prefill_attention` of the chunks in a list of `fill_list` for steps of as many tokens as q has.
 
-    q, out: [T, Hq, D]. kv, fresh: as there, of any format. lists: from `list_views`, for the same window. Writes the
-    rows of the chunks' tokens and no others. On CUDA it launches only, reads lengths on the device, and can be
-    captured.
+    q, out: [T, Hq, D]. kv, fresh: as there, of any format. lists: from `list_views`, for the same window; without
+    blocks fresh, if given, is what attention in one pass reads. Writes the rows of the chunks' tokens and no others. On
+    CUDA it launches only, reads lengths on the device, and can be captured.
     """
+    read = fresh or kv
+    if lists.blocks is not None and lists.programs is not None and window is None:
+        read = listed_numbers(kv, lists.blocks, len(q), q.dtype)
     tile = _tile(q.shape[0], q.shape[1] // kv.kv_heads, kv.head_dim, q.dtype, kv.format.quantized)
     if not takes_kernels(q, kv):
         if lists.programs is not None and window is None:
-            _attend_to_chunks(q, fresh or kv, lists.programs, scale, out)
+            _attend_to_chunks(q, read, lists.programs, scale, out)
         if lists.tiles is not None:
             _attend_plainly(q, kv, lists.tiles, tile.rows, scale, window, out)
         return
     from bladellm_kernels import one_pass_prefill, ragged_prefill_triton
 
     if lists.programs is not None and window is None:
-        one_pass_prefill.launch_listed(q, fresh or kv, lists.programs, scale, out)
+        one_pass_prefill.launch_listed(q, read, lists.programs, scale, out)
     if lists.tiles is not None:
         ragged_prefill_triton.launch_tiles(q, kv, lists.tiles, tile, scale, window, out, True)
 

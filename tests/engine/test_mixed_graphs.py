@@ -119,6 +119,7 @@ def test_every_kv_format_gives_the_tokens_of_eager_steps(demo_model, format):
 def test_prompts_of_a_bfloat16_model_are_attended_to_before_they_are_stored_in_12_bits(demo_model, monkeypatch):
     """By eager steps and captured ones; prompts found in the cache, and later chunks, read what is stored."""
     monkeypatch.setattr(mixed_inputs, "one_pass_programs", lambda tokens, kv, dtype: 40 * (tokens >= 20))
+    monkeypatch.setattr(listed_prefill_attention, "one_pass_routes", routes_of("all"))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     options = {"dtype": "bfloat16", "device": "cpu", "kv_cache_gib": 0.1, "max_running_requests": 3}
     found = []

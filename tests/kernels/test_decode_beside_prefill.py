@@ -14,10 +14,10 @@ from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.listed_prefill_attention import (
     fill_list,
-    has_tiles,
     list_shape,
     list_views,
     listed_prefill_attention,
+    one_pass_alone,
 )
 from bladellm_kernels.one_pass_list import LEAST_BESIDE, one_pass_cost, programs_beside
 from bladellm_kernels.prefill_costs import Heads
@@ -197,7 +197,7 @@ class _Step:
         self.decodes = random.randint(1, self.rows - 1)
         lens = [random.choice([1, 63, random.randint(1, 400), random.randint(1, 3000)]) for _ in range(self.decodes)]
         self.spans = self.chunks()
-        while has_tiles(self.list(0), self.shape):
+        while not one_pass_alone(self.list(0), self.shape):
             self.spans = self.chunks()
         self.lens.zero_()
         self.lens[: self.decodes] = torch.tensor(lens)
