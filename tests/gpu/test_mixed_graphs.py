@@ -36,7 +36,7 @@ def test_graphs_change_no_token(demo_model, way, caplog):
         assert_equal(demo_model, PROMPTS * 2, found[0])
 
 
-@pytest.mark.parametrize("format", ["no_quant", "int8"])
+@pytest.mark.parametrize("format", ["no_quant", "int8", "fp12_e4m7"])
 def test_scores_of_long_prompts_in_bf16_are_close(demo_model, format):
     """Prompts of some hundreds of tokens in chunks of 100, several a step: every position's log-probability."""
     generator = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())))

@@ -14,11 +14,10 @@ from tests.kernels.test_one_pass_prefill import ON_HOPPER
 pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.timeout(300)]
 
 LENGTHS = (900, 33, 301, 1500, 2, 640)
-WAYS: dict[str, dict[str, Any]] = {
-    "one pass": {"cuda_graph_prefill_tokens": [256, 512], "cuda_graph_batch_sizes": [1, 8]},
-    "other kernels": {"attn_cls": "paged", "disable_cuda_graph": True},
-}
+CAPTURED: dict[str, Any] = {"cuda_graph_prefill_tokens": [256, 512], "cuda_graph_batch_sizes": [1, 8]}
 """Steps of more tokens than the largest captured one are eager."""
+OTHERS: dict[str, Any] = {"attn_cls": "paged", "disable_cuda_graph": True}
+"""By other kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +54,12 @@ def reference(model, prompts: list[list[int]]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_scores_are_as_close_to_float32_as_those_of_other_kernels(model, demo_model):
+@pytest.mark.parametrize("format", ["no_quant", "fp12_e4m7"])
+def test_scores_are_as_close_to_float32_as_those_of_other_kernels(model, demo_model, format):
+    """In 12 bits, too: on what steps computed, on numbers made of codes, and behind long prefixes on codes."""
     prompts = [torch.randint(3, 8192, (length,)).tolist() for length in LENGTHS]
     expected = reference(model, prompts)
-    found, others = ((scores(model, demo_model, prompts, **options) - expected).abs() for options in WAYS.values())
+    ways = ({**CAPTURED, "kv_cache_quant": format}, OTHERS)
+    found, others = ((scores(model, demo_model, prompts, **options) - expected).abs() for options in ways)
     assert found.mean() < 1.2 * others.mean() + 1e-3
     assert found.max() < 2 * others.max() + 1e-2
