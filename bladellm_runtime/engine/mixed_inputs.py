@@ -205,6 +205,7 @@ class MixedInputs:
             attended=torch.zeros(
                 size, self._heads.query, self._heads.dim, dtype=self._dtype, device=self._static.device
             ),
+            # Where numbers are made of codes most steps have graphs of both kinds, of which one pass goes first then.
             beside=layout.beside and (one_pass or (layout.list.blocks > 0 and not adapted)),
         )
 

@@ -6,6 +6,10 @@ SHAPE is the kernel's `KvWriteShape`.
 import triton
 import triton.language as tl
 
+from bladellm_kernels.kv_quantize import LEAST_POWER, MOST_POWER
+
+_LEAST, _MOST = tl.constexpr(LEAST_POWER), tl.constexpr(MOST_POWER)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def float16_above(x: tl.tensor) -> tl.tensor:
@@ -27,8 +31,9 @@ def float16_below(x: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def power_below(x: tl.tensor) -> tl.tensor:
+    """As in `kv_quantize`."""
     power = ((x.to(tl.int32, bitcast=True) + 0x8000) & 0x7F800000).to(tl.float32, bitcast=True)
-    power = tl.minimum(tl.maximum(power, 5.9604644775390625e-08), 32768.0)
+    power = tl.minimum(tl.maximum(power, _LEAST), _MOST)
     return tl.where((x == 0.0) | (x != x), x, power).to(tl.float16)
 
 

@@ -11,11 +11,10 @@ import pytest
 from bladellm_kernels.cuda_compiler import compile_cuda
 from bladellm_kernels.packed_linear import MAX_ROWS, PackedSchedule, schedule_for, source
 
+from tests.kernels.packed_support import MODEL
 from tests.kernels.ring_support import Barrier, take_turns
 from tests.support.cases import drawn_of
 
-MODEL = {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)}
-"""Weights of Llama-3.1-8B."""
 IDLE = 3000
 """Turns in a row in which nobody can go on, of a few dozen that there are."""
 
