@@ -26,6 +26,9 @@ BUSY_BOUNDS = 2.0
 STRETCHED_STEPS, STRETCH = 3, 1.1
 """Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
 would be longer by half or a third for a little of TBT."""
+WHOLE_SHARE, PADDED = 0.5, 1.02
+"""Of what fits into a step: so much of it, at least, is taken without a piece of a prompt that fits into the next step;
+and tokens with padding, of those without, which count as none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class PrefillDemand:
 
     decode_rows, and decode_kv, the KV tokens they read. start, tokens: where the prompt that is first in line stands
     and how much of it is left. queued: prompt tokens of those behind it. load: the share of the time that prompts have
-    been taking.
+    been taking. ends: prompt tokens up to the end of the first one, of the second and so on, as far as it matters.
     """
 
     decode_rows: int
@@ -51,6 +54,7 @@ class PrefillDemand:
     tokens: int
     queued: int
     load: float = 0.0
+    ends: tuple[int, ...] = ()
 
 
 Allowed: TypeAlias = Callable[[StepBound, float, PrefillDemand], float]
@@ -75,7 +79,25 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
     if demand.decode_rows == 0:
         return min(max(shared, padded(demand.tokens, bound.cost.sizes)), limit)
     alone = _equal_chunk(bound, demand, _stretched(bound, demand, _tokens_within(bound, demand, _allowed_alone)))
-    return min(max(alone, shared) if demand.queued else alone, limit)
+    together = (_whole_prompts(bound, demand, shared) or max(alone, shared)) if demand.queued else alone
+    return min(together, limit)
+
+
+def _whole_prompts(bound: StepBound, demand: PrefillDemand, room: int) -> int:
+    """Where prompts end that fill much of the room, or go beyond it by `STRETCH`, if the next one fits into as much: a
+    piece of it would have to be read again with its rest. The last such place, unless there is less padding at another.
+    0 for none."""
+    wide = max(room, _tokens_within(bound, demand, lambda *given: STRETCH * _allowed(*given)))
+    whole = [
+        end for end, behind in zip(demand.ends, (*demand.ends[1:], inf), strict=False)
+        if WHOLE_SHARE * room <= end <= wide and behind - end <= room
+    ]  # fmt: skip
+    return int(max(whole, default=0, key=lambda end: (_is_filled(demand.decode_rows + end, bound.cost.sizes), end)))
+
+
+def _is_filled(tokens: int, sizes: Sequence[int]) -> bool:
+    """Whether little of a step of so many is padding."""
+    return padded(tokens, sizes) <= PADDED * tokens
 
 
 def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:
