@@ -1,4 +1,4 @@
-"""The CUDA kernel of `kv_dequantize`: a program copies a few tokens' keys, or values, of one KV head."""
+"""The CUDA kernel of `kv_dequantize`: a program copies keys, or values, of one KV head, a few tokens at a time."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +16,7 @@ from bladellm_kernels.ragged_prefill_triton import kernel_memory, kernel_shape, 
 WARPS = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def kv_dequantize_kernel(
     memory: tl.tensor,
     out: tl.tensor,
@@ -24,16 +24,46 @@ def kv_dequantize_kernel(
     out_kv_stride: tl.tensor,
     out_head_stride: tl.tensor,
     blocks: tl.tensor,
+    count: tl.tensor,
     FIELDS: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Grid: blocks × KV heads × (K, V). memory: `ragged_prefill_triton.Memory`; blocks: of `list_blocks`."""
+    """Grid: programs × KV heads × (K, V). memory: `ragged_prefill_triton.Memory`; blocks: of `list_blocks`, `count` of
+    them, of which the first one without positions is the end."""
     head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    block = blocks + tl.program_id(0) * FIELDS
+    number = tl.program_id(0)
+    first, end = _positions(blocks, number, count, FIELDS)
+    while first < end:
+        _copy_block(memory, out, (out_token_stride, out_kv_stride, out_head_stride), blocks + number * FIELDS, head,
+                    part, first, end, SHAPE)  # fmt: skip
+        number += tl.num_programs(0)
+        first, end = _positions(blocks, number, count, FIELDS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _positions(blocks: tl.tensor, number: tl.tensor, count: tl.tensor, FIELDS: tl.constexpr) -> tl.tuple:
+    """First position and end of a block; none behind the last one."""
+    block = blocks + number * FIELDS
+    return tl.load(block + 2, mask=number < count, other=0), tl.load(block + 3, mask=number < count, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_block(
+    memory: tl.tensor,
+    out: tl.tensor,
+    strides: tl.tuple,
+    block: tl.tensor,
+    head: tl.tensor,
+    part: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> None:
+    """strides: of out, by tokens, K and V, and heads."""
     token = tl.arange(0, SHAPE.keys)
-    key = tl.load(block + 2) + token
-    inside = key < tl.load(block + 3)
+    key = first + token
+    inside = key < end
     row = tl.load(block) + key
     scale_offsets = row
     if SHAPE.paged or SHAPE.planes > 0:
@@ -49,7 +79,8 @@ def kv_dequantize_kernel(
         memory.plane_stride, SHAPE, True, out.dtype.element_ty,
     )  # fmt: skip
     dim = tl.arange(0, SHAPE.block_d)
-    places = (tl.load(block + 4) + token) * out_token_stride + part * out_kv_stride + head * out_head_stride
+    token_stride, kv_stride, head_stride = strides
+    places = (tl.load(block + 4) + token) * token_stride + part * kv_stride + head * head_stride
     tl.store(out + places[:, None] + dim[None, :], numbers, mask=inside[:, None] & (dim < SHAPE.head_dim)[None, :])
 
 
@@ -61,11 +92,13 @@ def launch(kv: KvLayer, stretches: tuple[Stretch, ...], out: torch.Tensor) -> No
     launch_blocks(kv, blocks_on_device(stretches, out.device, stream), out)
 
 
-def launch_blocks(kv: KvLayer, blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """The same of blocks as `list_blocks` has them, int64 [n, BLOCK_FIELDS] on the device."""
+def launch_blocks(kv: KvLayer, blocks: torch.Tensor, out: torch.Tensor, programs: int | None = None) -> None:
+    """The same of blocks as `list_blocks` has them, int64 [n, BLOCK_FIELDS] on the device, those without positions the
+    last ones. programs: for each head's keys, and values; one for each block if None."""
     shape = kernel_shape(kv, 1, TileShape(BLOCK_TOKENS, BLOCK_TOKENS, WARPS, 1), False, out.dtype)
-    kv_dequantize_kernel[(len(blocks), kv.kv_heads, 2)](
-        kernel_memory(kv), out, *out.stride()[:3], blocks, FIELDS=BLOCK_FIELDS, SHAPE=shape, num_warps=WARPS
+    count = len(blocks)
+    kv_dequantize_kernel[(min(count, programs or count), kv.kv_heads, 2)](
+        kernel_memory(kv), out, *out.stride()[:3], blocks, count, FIELDS=BLOCK_FIELDS, SHAPE=shape, num_warps=WARPS
     )
 
 

@@ -134,7 +134,7 @@ def fill_list(
     """
     if not shape.programs or window is not None:
         return _write(np.empty((0, ENTRY_FIELDS), np.int64), spans, window, shape, target)
-    heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, shape.dim)
+    heads = Heads(shape.group * shape.kv_heads, shape.kv_heads, shape.dim, quantized=shape.scratch > 0)
     for chosen in one_pass_routes(tuple(spans), heads):
         routes, blocks = _placed(chosen, shape)
         programs = shape.programs

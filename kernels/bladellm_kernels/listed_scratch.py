@@ -18,11 +18,13 @@ from bladellm_kernels.kv_dequantize import BLOCK_FIELDS, BLOCK_TOKENS, Stretch, 
 from bladellm_kernels.kv_format import NO_QUANT
 from bladellm_kernels.kv_layer import KvLayer
 from bladellm_kernels.kv_read import kv_read
+from bladellm_kernels.multiprocessors import multiprocessors
 from bladellm_kernels.prefill_tiles import Span
 
 SEEN_ROWS = 8192
-"""Behind those of the step's tokens, for what chunks behind a prefix see: of more, attention reads the codes. A program
-for each block of them starts in every layer, with work or without."""
+"""Behind those of the step's tokens, for what chunks behind a prefix see: of more, attention reads the codes."""
+PROGRAMS_EACH = 4
+"""Of a multiprocessor, that copy blocks: one for each that there may be would take longer to start than to work."""
 SPARE_BLOCKS = 64
 """For chunks that end within a block."""
 
@@ -69,7 +71,8 @@ def listed_numbers(kv: KvLayer, blocks: torch.Tensor, tokens: int, dtype: torch.
     if numbers.is_cuda and has_triton():
         from bladellm_kernels.kv_dequantize_triton import launch_blocks
 
-        launch_blocks(kv, blocks, numbers)
+        programs = PROGRAMS_EACH * multiprocessors(numbers.device) // (2 * kv.kv_heads)
+        launch_blocks(kv, blocks, numbers, max(programs, 1))
     else:
         for base_row, slot, first, end, row in blocks.tolist():
             numbers[row : row + end - first] = kv_read(kv, base_row, slot, first, end, dtype)

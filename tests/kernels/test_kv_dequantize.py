@@ -1,12 +1,17 @@
 """Stored keys and values copied out as numbers."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
-from bladellm_kernels.kv_dequantize import Stretch, dequantized_layers, kv_dequantize
+from bladellm_kernels.kv_dequantize import BLOCK_FIELDS, Stretch, dequantized_layers, kv_dequantize, list_blocks
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.kv_read import kv_read
 
 from tests.kernels.conditions import DEVICES
+from tests.kernels.hopper import compiled_launches, spilled
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.prefill_support import prefill_case
 
 
@@ -51,6 +56,41 @@ def test_plain_layers_hold_what_every_chunk_sees_in_bounded_buffers(device, name
         assert len(plain.payload) == taken
         seen += moved
     assert len(seen) == len(chunks)
+
+
+def few_programs_copy_all_blocks() -> None:
+    """Of lists with room for more, in which stretches lie anywhere."""
+    from bladellm_kernels.kv_dequantize_triton import launch_blocks
+
+    for name in ("int8", "fp12_e4m7"):
+        for programs in (None, 1, 3):
+            _, kv, chunks = prefill_case(name, torch.float32, (4, 2, 32), [(0, 90), (3, 70), (0, 40)])
+            stretches = [Stretch(span.base_row, span.slot, 0, span.start + span.query_len) for span in chunks]
+            rows = [random.randrange(5), 110, 200]
+            blocks = np.concatenate([*map(list_blocks, stretches, rows), np.zeros((9, BLOCK_FIELDS), np.int64)])
+            out = torch.full((260, 2, 2, 32), 7.0)
+            launch_blocks(kv, torch.from_numpy(blocks), out, programs)
+            for stretch, row in zip(stretches, rows, strict=True):
+                part = out[row : row + stretch.end]
+                torch.testing.assert_close(part, kv_read(kv, *stretch, torch.float32), atol=0, rtol=1e-6)
+                part.fill_(7)
+            assert (out == 7).all()
+
+
+def test_few_programs_copy_all_blocks():
+    pytest.importorskip("triton")
+    run_interpreted("tests.kernels.test_kv_dequantize", "few_programs_copy_all_blocks")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp12_e4m7", "int4"])
+def test_it_compiles_without_spills(name):
+    pytest.importorskip("triton")
+    from bladellm_kernels.kv_dequantize_triton import launch_blocks
+
+    _, kv, _ = prefill_case(name, torch.bfloat16, (32, 8, 128), [(0, 40)])
+    with compiled_launches() as compiled:
+        launch_blocks(kv, torch.zeros(300, BLOCK_FIELDS, dtype=torch.int64), torch.empty(99, 2, 8, 128).bfloat16(), 33)
+    assert not spilled(compiled["kv_dequantize_kernel"].asm["ptx"])
 
 
 def test_a_wrong_buffer_is_refused():

@@ -78,3 +78,13 @@ def test_few_queries_behind_many_keys_are_left_to_the_kernel_that_divides_keys()
     routes = one_pass_routes(mixed, HEADS)[0]
     assert (routes.one_pass, routes.stored) == ((mixed[0], mixed[2]), (mixed[1],))
     assert one_pass_cost(HEADS, ()) == 0.0
+
+
+def test_of_codes_all_chunks_are_to_go_in_one_pass():
+    """Where numbers are made of them first; what has no room there is next."""
+    codes = Heads(32, 8, 128, quantized=True)
+    for _ in range(50):
+        spans = step(*((random.randint(1, 600), random.randint(0, 8000)) for _ in range(random.randint(1, 8))))
+        first, *others = one_pass_routes(spans, codes)
+        assert first.one_pass == spans
+        assert all(routes.stored for routes in others)
