@@ -26,9 +26,9 @@ BUSY_BOUNDS = 2.0
 STRETCHED_STEPS, STRETCH = 3, 1.1
 """Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
 would be longer by half or a third for a little of TBT."""
-WHOLE_SHARE, PADDED = 0.5, 1.02
+WHOLE_SHARE, FILLED_SHARE, PADDED = 0.75, 0.5, 1.02
 """Of what fits into a step: so much of it, at least, is taken without a piece of a prompt that fits into the next step;
-and tokens with padding, of those without, which count as none."""
+half of it where that leaves little padding, up to so many tokens with it for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +84,20 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
 
 
 def _whole_prompts(bound: StepBound, demand: PrefillDemand, room: int) -> int:
-    """Where prompts end that fill much of the room, or go beyond it by `STRETCH`, if the next one fits into as much: a
+    """Where prompts end that fill the room well, or go beyond it by `STRETCH`, if the next one fits into as much: a
     piece of it would have to be read again with its rest. The last such place, unless there is less padding at another.
     0 for none."""
     wide = max(room, _tokens_within(bound, demand, lambda *given: STRETCH * _allowed(*given)))
-    whole = [
-        end for end, behind in zip(demand.ends, (*demand.ends[1:], inf), strict=False)
-        if WHOLE_SHARE * room <= end <= wide and behind - end <= room
-    ]  # fmt: skip
-    return int(max(whole, default=0, key=lambda end: (_is_filled(demand.decode_rows + end, bound.cost.sizes), end)))
-
-
-def _is_filled(tokens: int, sizes: Sequence[int]) -> bool:
-    """Whether little of a step of so many is padding."""
-    return padded(tokens, sizes) <= PADDED * tokens
+    whole = []
+    for end, behind in zip(demand.ends, (*demand.ends[1:], inf), strict=False):
+        if end > wide:
+            break
+        total = demand.decode_rows + end
+        filled = padded(total, bound.cost.sizes) <= PADDED * total
+        least = FILLED_SHARE if filled else WHOLE_SHARE
+        if end >= least * room and behind - end <= room:
+            whole.append((filled, end))
+    return max(whole, default=(False, 0))[1]
 
 
 def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:

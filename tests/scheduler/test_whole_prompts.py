@@ -10,7 +10,17 @@ import pytest
 from bladellm_runtime.scheduler import planner
 from bladellm_runtime.scheduler import prefill_budget as prefill_module
 from bladellm_runtime.scheduler.planner import LEAST_PIECE
-from bladellm_runtime.scheduler.prefill_budget import STRETCH, WHOLE_SHARE, PrefillDemand, StepBound, prefill_budget
+from bladellm_runtime.scheduler.prefill_budget import (
+    FILLED_SHARE,
+    STRETCH,
+    WHOLE_SHARE,
+    PrefillDemand,
+    StepBound,
+    prefill_budget,
+)
+from bladellm_runtime.scheduler.prefill_budget import (
+    PADDED as PADDED_BY,
+)
 from bladellm_runtime.scheduler.step_cost import StepCost, padded
 from tests.scheduler.test_planning import endless, simulation
 from tests.scheduler.test_prefill_budget import BOUND, LIMIT, PADDED, SIZES, milliseconds
@@ -35,7 +45,9 @@ def test_a_step_ends_with_a_prompt_or_is_as_full_as_without_knowing_where_they_e
             continue
         whole += 1
         assert tokens in demand.ends
-        assert WHOLE_SHARE * plain <= tokens
+        total = demand.decode_rows + tokens
+        filled = padded(total, bound.cost.sizes) <= PADDED_BY * total
+        assert (FILLED_SHARE if filled else WHOLE_SHARE) * plain <= tokens
         base = bound.cost.decode_milliseconds(demand.decode_rows, demand.decode_kv)
         allowed = STRETCH * prefill_module._allowed(bound, base, demand)
         assert tokens <= plain or milliseconds(demand, tokens, bound) <= allowed * 1.001
@@ -97,6 +109,12 @@ def test_one_in_front_that_was_overtaken_begins_however_little_is_left():
     sim.finish()
 
 
+def cut_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill steps with pieces, whatever there is in line."""
+    for name in ("WHOLE_SHARE", "FILLED_SHARE"):
+        monkeypatch.setattr(prefill_module, name, 2.0)
+
+
 def closed_loop(tool, streams: int, requests: int) -> list[tuple[int, int]]:
     """Start and tokens of all chunks where each stream asks again as soon as it was answered, after the first half."""
     engine = tool.SimulatedEngine(PADDED, launch_ahead=1.5, cost=PADDED.cost)
@@ -126,7 +144,7 @@ def test_equal_prompts_of_a_closed_loop_are_whole(streams, simulate_policy, monk
     """Four of five steps had a piece before, some of a single token."""
     found = closed_loop(simulate_policy, streams, 5 * streams)
     assert np.mean([chunk == (0, PROMPT) for chunk in found]) > 0.95
-    monkeypatch.setattr(prefill_module, "WHOLE_SHARE", 2.0)
+    cut_prompts(monkeypatch)
     cut = closed_loop(simulate_policy, streams, 5 * streams)
     assert np.mean([chunk == (0, PROMPT) for chunk in cut]) < 0.8
 
