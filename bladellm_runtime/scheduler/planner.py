@@ -322,9 +322,11 @@ class Planner:
         return budget
 
     def _is_scrap(self, seq: Sequence, budget: int) -> bool:
-        """Whether so few tokens would be the first of a prompt, in steps that are bounded."""
+        """Whether so few tokens would be the first of a prompt that a step like this one takes whole, in steps that are
+        bounded."""
         begins = self.bound is not None and bool(self._chunks) and not seq.loaded
-        return begins and budget < min(LEAST_PIECE, policy.tokens_left(seq))
+        left = policy.tokens_left(seq)
+        return begins and budget < min(LEAST_PIECE, left) and left <= self._ahead.limit
 
     def _admit_ahead(self, plan: StepPlan, now: float) -> None:
         """Let the head of the queue in although this step is full, and those behind it as far as the next steps go:

@@ -26,9 +26,9 @@ BUSY_BOUNDS = 2.0
 STRETCHED_STEPS, STRETCH = 3, 1.1
 """Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
 would be longer by half or a third for a little of TBT."""
-WHOLE_SHARE, FILLED_SHARE, PADDED = 0.75, 0.5, 1.02
-"""Of what fits into a step: so much of it, at least, is taken without a piece of a prompt that fits into the next step;
-half of it where that leaves little padding, up to so many tokens with it for each."""
+WHOLE_SHARE, PADDED = 0.5, 1.02
+"""Of what fits into a step: whole prompts of so much of it, at least, are taken without a piece of the next one. And
+the most tokens with padding for each without that such a step has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +84,18 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
 
 
 def _whole_prompts(bound: StepBound, demand: PrefillDemand, room: int) -> int:
-    """Where prompts end that fill the room well, or go beyond it by `STRETCH`, if the next one fits into as much: a
-    piece of it would have to be read again with its rest. The last such place, unless there is less padding at another.
-    0 for none."""
+    """Where the last prompt ends with which a step has little padding, in the room or beyond it by `STRETCH`, if the
+    next one fits into as much: a piece of that would have to be read again with its rest. 0 for none."""
     wide = max(room, _tokens_within(bound, demand, lambda *given: STRETCH * _allowed(*given)))
-    whole = []
+    last = 0
     for end, behind in zip(demand.ends, (*demand.ends[1:], inf), strict=False):
         if end > wide:
             break
         total = demand.decode_rows + end
         filled = padded(total, bound.cost.sizes) <= PADDED * total
-        least = FILLED_SHARE if filled else WHOLE_SHARE
-        if end >= least * room and behind - end <= room:
-            whole.append((filled, end))
-    return max(whole, default=(False, 0))[1]
+        if filled and end >= WHOLE_SHARE * room and behind - end <= room:
+            last = end
+    return last
 
 
 def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:

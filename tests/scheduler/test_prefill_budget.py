@@ -339,8 +339,7 @@ def test_small_queues_make_no_steps_of_two_prompts(simulate_policy, monkeypatch)
     ttft, slow, _, longest = latencies(simulate_policy, bound, 24, count=1500)
     assert longest < 2.2 * PADDED.milliseconds
     monkeypatch.setattr(prefill_module, "QUEUE_STEPS", 4)
-    for name in ("WHOLE_SHARE", "FILLED_SHARE"):
-        monkeypatch.setattr(prefill_module, name, 2.0)
+    monkeypatch.setattr(prefill_module, "WHOLE_SHARE", 2.0)
     earlier = latencies(simulate_policy, bound, 24, count=1500)
     assert earlier[3] > 1.2 * longest
     assert ttft < 1.02 * earlier[0]
