@@ -29,9 +29,6 @@ from bladellm_runtime.scheduler.step_cost import StepCost
 AHEAD_STEPS = 2
 """Full steps of prompts that are let in ahead. With one, what is not mapped in time makes the next step a short one,
 which leaves the prompts behind it as little time, so that every other step is short from then on."""
-LEAST_PIECE = 64
-"""Prompt tokens with which a prompt begins, if not alone in a step: fewer are worth less than what its rest then takes
-more."""
 COUNTED_PROMPTS = 256
 """Queued prompts, the first ones, whose tokens are counted for a step: the others are taken to be as long."""
 
@@ -189,20 +186,19 @@ class Planner:
         if first is None:
             return limit
         start, end = first.prefill_range
-        queued, enough = 0, queue_limit(bound)
-        ends = [end - start]
+        queued, enough, behind = 0, queue_limit(bound), list[int]()
         for counted, seq in enumerate(line, 1):
-            begin, stop = seq.prefill_range
-            queued += stop - begin
-            if ends[-1] < limit:
-                ends.append(ends[0] + queued)
+            tokens = policy.tokens_left(seq)
+            if queued < limit:
+                behind.append(tokens)
+            queued += tokens
             if queued > enough:
                 break
             if counted == COUNTED_PROMPTS:
                 queued = queued * max(len(self._roster.waiting), COUNTED_PROMPTS) // COUNTED_PROMPTS
                 break
         load = self._load.share(now)
-        demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued, load, tuple(ends))
+        demand = PrefillDemand(plan.num_decode, int(plan.starts.sum()), start, end - start, queued, load, tuple(behind))
         return prefill_budget(bound, demand, limit)
 
     def _room(self, cost: StepCost, plan: StepPlan) -> StepRoom:
@@ -298,13 +294,10 @@ class Planner:
                 yield seq
 
     def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
-        for place, seq in enumerate(list(self._own(self._roster.prefilling))):
+        for seq in list(self._own(self._roster.prefilling)):
             if budget == 0:
                 break
             if seq.last_step < plan.step:
-                # The first one may have been overtaken in this step: its turn is now.
-                if place and self._is_scrap(seq, budget):
-                    return 0
                 tokens = self._add_chunk(plan, seq, budget)
                 # Where decode rows would wait for the memory of one, those behind it do not overtake it.
                 budget = budget - tokens if tokens else 0
@@ -312,21 +305,12 @@ class Planner:
 
     def _admit(self, plan: StepPlan, budget: int, now: float) -> int:
         while budget > 0 and self._roster.waiting:
-            if self._is_scrap(self._roster.waiting[0], budget):
-                return 0
             seq = self._let_in(plan, now)
             if seq is None:
                 break
             if seq.last_step < plan.step:
                 budget -= self._add_chunk(plan, seq, budget)
         return budget
-
-    def _is_scrap(self, seq: Sequence, budget: int) -> bool:
-        """Whether so few tokens would be the first of a prompt that a step like this one takes whole, in steps that are
-        bounded."""
-        begins = self.bound is not None and bool(self._chunks) and not seq.loaded
-        left = policy.tokens_left(seq)
-        return begins and budget < min(LEAST_PIECE, left) and left <= self._ahead.limit
 
     def _admit_ahead(self, plan: StepPlan, now: float) -> None:
         """Let the head of the queue in although this step is full, and those behind it as far as the next steps go:

@@ -29,6 +29,9 @@ would be longer by half or a third for a little of TBT."""
 WHOLE_SHARE, PADDED = 0.5, 1.02
 """Of what fits into a step: whole prompts of so much of it, at least, are taken without a piece of the next one. And
 the most tokens with padding for each without that such a step has."""
+LEAST_PIECE = 64
+"""Tokens with which a prompt begins beside others, if it could be whole: fewer are worth less than what its rest then
+takes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class PrefillDemand:
 
     decode_rows, and decode_kv, the KV tokens they read. start, tokens: where the prompt that is first in line stands
     and how much of it is left. queued: prompt tokens of those behind it. load: the share of the time that prompts have
-    been taking. ends: prompt tokens up to the end of the first one, of the second and so on, as far as it matters.
+    been taking. behind: prompt tokens of each of the first of those behind it, as many as a step could take.
     """
 
     decode_rows: int
@@ -54,7 +57,7 @@ class PrefillDemand:
     tokens: int
     queued: int
     load: float = 0.0
-    ends: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 Allowed: TypeAlias = Callable[[StepBound, float, PrefillDemand], float]
@@ -77,25 +80,43 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
     """
     shared = _tokens_within(bound, demand, _allowed)
     if demand.decode_rows == 0:
-        return min(max(shared, padded(demand.tokens, bound.cost.sizes)), limit)
-    alone = _equal_chunk(bound, demand, _stretched(bound, demand, _tokens_within(bound, demand, _allowed_alone)))
-    together = (_whole_prompts(bound, demand, shared) or max(alone, shared)) if demand.queued else alone
-    return min(together, limit)
+        tokens = max(shared, padded(demand.tokens, bound.cost.sizes))
+    else:
+        alone = _equal_chunk(bound, demand, _stretched(bound, demand, _tokens_within(bound, demand, _allowed_alone)))
+        tokens = (_whole_prompts(bound, demand, shared) or max(alone, shared)) if demand.queued else alone
+    return _without_scrap(demand, min(tokens, limit))
 
 
 def _whole_prompts(bound: StepBound, demand: PrefillDemand, room: int) -> int:
     """Where the last prompt ends with which a step has little padding, in the room or beyond it by `STRETCH`, if the
     next one fits into as much: a piece of that would have to be read again with its rest. 0 for none."""
-    wide = max(room, _tokens_within(bound, demand, lambda *given: STRETCH * _allowed(*given)))
-    last = 0
-    for end, behind in zip(demand.ends, (*demand.ends[1:], inf), strict=False):
+    wide = max(room, _tokens_within(bound, demand, _longer(_allowed)))
+    last, end = 0, demand.tokens
+    all_known = sum(demand.behind) == demand.queued
+    for following in (*demand.behind, 0) if all_known else demand.behind:
         if end > wide:
             break
         total = demand.decode_rows + end
         filled = padded(total, bound.cost.sizes) <= PADDED * total
-        if filled and end >= WHOLE_SHARE * room and behind - end <= room:
+        if filled and end >= WHOLE_SHARE * room and following <= room:
             last = end
+        end += following
     return last
+
+
+def _without_scrap(demand: PrefillDemand, tokens: int) -> int:
+    """Of so many tokens those without the first few of a prompt that a step of as many takes whole."""
+    left = tokens - demand.tokens
+    for following in demand.behind:
+        if left < following:
+            return tokens - left if 0 < left < LEAST_PIECE and following <= tokens else tokens
+        left -= following
+    return tokens
+
+
+def _longer(allowed: Allowed) -> Allowed:
+    """Steps longer by `STRETCH` than are allowed."""
+    return lambda *given: STRETCH * allowed(*given)
 
 
 def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:
@@ -103,7 +124,7 @@ def _stretched(bound: StepBound, demand: PrefillDemand, room: int) -> int:
     chunks = _chunks(demand.tokens, room)
     if not 1 < chunks <= STRETCHED_STEPS:
         return room
-    wide = _tokens_within(bound, demand, lambda *given: STRETCH * _allowed_alone(*given))
+    wide = _tokens_within(bound, demand, _longer(_allowed_alone))
     return wide if _chunks(demand.tokens, wide) < chunks else room
 
 
