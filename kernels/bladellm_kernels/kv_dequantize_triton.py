@@ -92,12 +92,13 @@ def launch(kv: KvLayer, stretches: tuple[Stretch, ...], out: torch.Tensor) -> No
     launch_blocks(kv, blocks_on_device(stretches, out.device, stream), out)
 
 
-def launch_blocks(kv: KvLayer, blocks: torch.Tensor, out: torch.Tensor, programs: int | None = None) -> None:
+def launch_blocks(kv: KvLayer, blocks: torch.Tensor, out: torch.Tensor, most_programs: int | None = None) -> None:
     """The same of blocks as `list_blocks` has them, int64 [n, BLOCK_FIELDS] on the device, those without positions the
-    last ones. programs: for each head's keys, and values; one for each block if None."""
+    last ones. most_programs: about so many; None for one for each block of each head's keys, and values."""
     shape = kernel_shape(kv, 1, TileShape(BLOCK_TOKENS, BLOCK_TOKENS, WARPS, 1), False, out.dtype)
     count = len(blocks)
-    kv_dequantize_kernel[(min(count, programs or count), kv.kv_heads, 2)](
+    programs = count if most_programs is None else min(count, max(1, most_programs // (2 * kv.kv_heads)))
+    kv_dequantize_kernel[(programs, kv.kv_heads, 2)](
         kernel_memory(kv), out, *out.stride()[:3], blocks, count, FIELDS=BLOCK_FIELDS, SHAPE=shape, num_warps=WARPS
     )
 

@@ -23,8 +23,8 @@ from bladellm_kernels.prefill_tiles import Span
 
 SEEN_ROWS = 8192
 """Behind those of the step's tokens, for what chunks behind a prefix see: of more, attention reads the codes."""
-PROGRAMS_EACH = 4
-"""Of a multiprocessor, that copy blocks: one for each that there may be would take longer to start than to work."""
+PROGRAMS_PER_SM = 4
+"""That copy blocks: one for each that there may be would take longer to start than to work."""
 SPARE_BLOCKS = 64
 """For chunks that end within a block."""
 
@@ -71,8 +71,7 @@ def listed_numbers(kv: KvLayer, blocks: torch.Tensor, tokens: int, dtype: torch.
     if numbers.is_cuda and has_triton():
         from bladellm_kernels.kv_dequantize_triton import launch_blocks
 
-        programs = PROGRAMS_EACH * multiprocessors(numbers.device) // (2 * kv.kv_heads)
-        launch_blocks(kv, blocks, numbers, max(programs, 1))
+        launch_blocks(kv, blocks, numbers, PROGRAMS_PER_SM * multiprocessors(numbers.device))
     else:
         for base_row, slot, first, end, row in blocks.tolist():
             numbers[row : row + end - first] = kv_read(kv, base_row, slot, first, end, dtype)

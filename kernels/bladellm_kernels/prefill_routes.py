@@ -71,19 +71,14 @@ def choose_routes(
 @lru_cache(maxsize=16)
 def one_pass_routes(spans: tuple[Span, ...], heads: Heads) -> tuple[Routes, ...]:
     """The cheapest first: all chunks in one pass, all by Triton, and by Triton those behind the longest prefixes, whose
-    keys it divides where their queries are few. On memory that can be read in one pass, without window.
-
-    Of codes, of which numbers are made for one pass, all in one pass come first whatever the model says: on an H200 the
-    Triton kernel took 42 to 58 µs where it was given the rest of a prompt of 512 tokens.
-    """
+    keys it divides where their queries are few. On memory that can be read in one pass, without window."""
     order = sorted(spans, key=lambda span: -span.start)
     counts = {*range(min(len(spans), MOST_APART) + 1), len(spans)}
 
     def cost(count: int) -> float:
         return kernel_cost(heads, order[:count], count == 1) + one_pass_cost(heads, order[count:])
 
-    ranked = sorted(counts, key=lambda count: (heads.quantized and count > 0, cost(count)))
-    return tuple(_parted(spans, set(order[:count])) for count in ranked)
+    return tuple(_parted(spans, set(order[:count])) for count in sorted(counts, key=cost))
 
 
 def _parted(spans: Sequence[Span], apart: set[Span]) -> Routes:

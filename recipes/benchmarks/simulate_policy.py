@@ -63,12 +63,11 @@ def step_ms(load: StepLoad, cost: StepCost) -> float:
 
 @dataclass
 class Latencies:
-    """Milliseconds of every first token, and between a request's tokens; when each request ended, and the last one."""
+    """Milliseconds of every first token, and between a request's tokens; and when requests ended, in that order."""
 
     ttft: list[float] = field(default_factory=list)
     tbt: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
-    end: float = 0.0
 
     def percentiles(self) -> tuple[float, float, float, float]:
         """TTFT p50 and p90, TBT p50 and p99."""
@@ -133,7 +132,6 @@ class SimulatedEngine:
                 self.now = arrivals[sent][0] + FRONT_MS / 2
             else:
                 self._step(arrivals)
-        self.found.end = self.now
         return self.found
 
     def _wait_to_plan(self) -> None:

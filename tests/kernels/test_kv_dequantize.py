@@ -63,7 +63,7 @@ def few_programs_copy_all_blocks() -> None:
     from bladellm_kernels.kv_dequantize_triton import launch_blocks
 
     for name in ("int8", "fp12_e4m7"):
-        for programs in (None, 1, 3):
+        for programs in (None, 1, 13):
             _, kv, chunks = prefill_case(name, torch.float32, (4, 2, 32), [(0, 90), (3, 70), (0, 40)])
             stretches = [Stretch(span.base_row, span.slot, 0, span.start + span.query_len) for span in chunks]
             rows = [random.randrange(5), 110, 200]
@@ -89,7 +89,7 @@ def test_it_compiles_without_spills(name):
 
     _, kv, _ = prefill_case(name, torch.bfloat16, (32, 8, 128), [(0, 40)])
     with compiled_launches() as compiled:
-        launch_blocks(kv, torch.zeros(300, BLOCK_FIELDS, dtype=torch.int64), torch.empty(99, 2, 8, 128).bfloat16(), 33)
+        launch_blocks(kv, torch.zeros(300, BLOCK_FIELDS, dtype=torch.int64), torch.empty(99, 2, 8, 128).bfloat16(), 528)
     assert not spilled(compiled["kv_dequantize_kernel"].asm["ptx"])
 
 
