@@ -76,7 +76,8 @@ def prefill_budget(bound: StepBound, demand: PrefillDemand, limit: int) -> int:
     Without decodes the first prompt goes in whole, and others with it as far as the bound allows. With decodes a
     prompt is cut into equal chunks that keep the bound, or go beyond it where prompts take much of the time, or by
     `STRETCH` where a short prompt then takes a step less: the first one alone, and others beside it no further than the
-    bound allows. Either fills the step: it would take as long with padding.
+    bound allows. Either fills the step: it would take as long with padding. But prompts that queue up stay whole where
+    that leaves little of it, and none that could be whole begins with a few tokens.
     """
     shared = _tokens_within(bound, demand, _allowed)
     if demand.decode_rows == 0:
