@@ -107,6 +107,8 @@ class Planner:
         self._group = group
         budget = self.limits.max_batch_tokens - len(self._roster.batches[group])
         plan = self._begin(step)
+        if budget <= 0 and not plan.num_decode:
+            budget += self._make_way()
         if self.target is not None and self._roster.has_prompts:
             self._late.sort(self.target, self._own(self._roster.prefilling), self._room(self.target.cost, plan), now)
         if self.bound is not None and budget > 0:
@@ -256,6 +258,16 @@ class Planner:
                 return False
             roster.preempt(victim)
         return True
+
+    def _make_way(self) -> int:
+        """Preempt the newest decode row of a full batch that has memory for none of its tokens, where prompts that came
+        before it have theirs, as late ones do: they would wait for each other. Returns the rows that are free then."""
+        own = [seq for seq in self._roster.decoding if seq.group == self._group]
+        prompts = any(seq.order < own[-1].order for seq in self._own(self._roster.prefilling)) if own else False
+        if not prompts or self._roster.slots.retired_granules():
+            return 0
+        self._roster.preempt(own[-1])
+        return 1
 
     def _put_back_unsound(self) -> None:
         """Let those in again that have not begun and share what has been forgotten since, and who came behind them."""

@@ -1,6 +1,7 @@
 """Prompts that cannot have their first token in time stand aside for those that can, and nobody waits for ever."""
 
 import random
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -155,6 +156,16 @@ def test_what_the_prompt_cache_has_takes_no_time():
         assert late(sim) == wanted
         sim.complete()
         sim.finish()
+
+
+def test_a_late_prompt_and_a_newer_answer_that_wants_its_memory_do_not_wait_for_each_other():
+    """Steps of one token: the newer one decodes, with no memory for its next token, and leaves the other no room."""
+    room = {"max_batch_tokens": 1, "prefill_chunk_tokens": 1, "max_model_len": 35, "granule_tokens": 3}
+    sim = simulation(**room, num_granules=12, num_slots=3)
+    sim.scheduler.bound_steps(None, FirstTokenTarget(20.0, replace(A_SECOND_A_STEP, token=200.0)))
+    first, late_one, newer = endless(sim, 1, 20), endless(sim, 1, 34), endless(sim, 21, 14)
+    sim.finish()
+    assert [len(sim.tokens(each)) for each in (first, late_one, newer)] == [20, 34, 14]
 
 
 @pytest.mark.parametrize("tokens", [100, 1024, 5000])
