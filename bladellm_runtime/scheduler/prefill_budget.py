@@ -21,6 +21,9 @@ QUEUE_STEPS = 7
 with 10 the TTFT and TBT at high load are longer (docs/prefill_chunks.md)."""
 BUSY_SHARE = 0.5
 """Of the time that steps have for prompts, what these should take: at 1 a queue grows, near it any burst makes one."""
+KEPT_SHARE = 0.7
+"""Of the time that prompts have been taking, what steps leave them where the bound leaves less. With more than this TBT
+p99 is longer at loads that the bound nearly holds at (docs/prefill_chunks.md)."""
 BUSY_BOUNDS = 2.0
 """Bounds that a step may take for that, with one prompt: with 1.5 one of 1,024 tokens never fits."""
 STRETCHED_STEPS, STRETCH = 3, 1.1
@@ -154,12 +157,15 @@ def _allowed(bound: StepBound, base: float, demand: PrefillDemand) -> float:
     """Milliseconds that the next step may take.
 
     The queue is to be done within h = `QUEUE_STEPS` bounds. Steps of t milliseconds, of which `base` is for decodes,
-    do h / t · (t - base) of prefill in that time; that is enough when t = base / (1 - prefill / h).
+    do h / t · (t - base) of prefill in that time; that is enough when t = base / (1 - prefill / h). Where steps within
+    the bound would leave prompts less than `KEPT_SHARE` of the time that these have been taking, they have that
+    besides: else a queue would have to stay for prompts to go on as fast.
     """
     horizon = QUEUE_STEPS * bound.milliseconds
-    left = 1 - bound.cost.prefill_milliseconds(demand.queued) / horizon
-    for_queue = base / left if left > 0 else inf
-    return max(bound.milliseconds, for_queue)
+    left, kept = 1 - bound.cost.prefill_milliseconds(demand.queued) / horizon, KEPT_SHARE * demand.load
+    if demand.queued and base > (1 - kept) * bound.milliseconds:
+        left -= kept
+    return max(bound.milliseconds, base / left if left > 0 else inf)
 
 
 def _allowed_alone(bound: StepBound, base: float, demand: PrefillDemand) -> float:

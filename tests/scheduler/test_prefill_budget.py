@@ -9,7 +9,9 @@ from bladellm_runtime.scheduler import planner
 from bladellm_runtime.scheduler import prefill_budget as prefill_module
 from bladellm_runtime.scheduler.prefill_budget import (
     BUSY_BOUNDS,
+    KEPT_SHARE,
     MIN_TOKENS,
+    QUEUE_STEPS,
     STEP_MULTIPLE,
     STRETCH,
     STRETCHED_STEPS,
@@ -188,16 +190,47 @@ def test_the_more_time_prompts_take_the_longer_steps_may_up_to_a_limit(bound):
         assert budgets[-1] <= least or milliseconds(demand, budgets[-1], bound) <= most * 1.001
 
 
+def decodes_milliseconds(demand: PrefillDemand) -> float:
+    return COST.decode_milliseconds(demand.decode_rows, demand.decode_kv)
+
+
+def bound_is_enough(demand: PrefillDemand) -> bool:
+    """Whether steps within the bound leave prompts most of the time that they have been taking."""
+    return decodes_milliseconds(demand) <= (1 - KEPT_SHARE * demand.load) * BOUND.milliseconds
+
+
 @pytest.mark.parametrize("bound", [BOUND, PADDED], ids=["alone", "padded"])
 def test_load_makes_steps_longer_for_the_first_prompt_and_not_for_pieces_of_others(bound):
+    """As long as the bound is enough."""
     rng = random.Random()
     for _ in range(300):
         demand = replace(some_demand(rng), queued=rng.randrange(1, 4000))
         calm = prefill_budget(bound, demand, LIMIT)
-        busy = prefill_budget(bound, replace(demand, load=rng.uniform(0, 1)), LIMIT)
+        loaded = replace(demand, load=rng.uniform(0, 1))
+        busy = prefill_budget(bound, loaded, LIMIT)
         full = padded(demand.decode_rows + demand.tokens, bound.cost.sizes) - demand.decode_rows + STEP_MULTIPLE
-        assert calm <= busy <= max(calm, full)
+        assert calm <= busy
+        assert busy <= max(calm, full) or not bound_is_enough(loaded)
         assert busy >= prefill_budget(bound, replace(demand, queued=0), LIMIT)
+
+
+def test_where_the_bound_is_not_enough_a_queue_is_done_beside_what_prompts_have_been_taking():
+    """Of steps of t ms, `base` for decodes, prompts take (t - base) / t: what they have been, and the queue's share of
+    the time that it is to be done in. A lonely prompt is no queue."""
+    rng, checked = random.Random(), 0
+    plain = StepBound(14.0, replace(COST, prefill_pair=0.0))
+    while checked < 100:
+        demand = replace(some_demand(rng), tokens=10**6, queued=rng.randrange(1, 4000), load=rng.uniform(0, 1))
+        base, queue = decodes_milliseconds(demand), demand.queued * COST.token / (QUEUE_STEPS * 14.0)
+        left = 1 - KEPT_SHARE * demand.load - queue
+        if bound_is_enough(demand) or not 15.0 < base / left < 80.0:
+            continue
+        taken = milliseconds(demand, prefill_budget(plain, demand, LIMIT), plain)
+        alone = milliseconds(demand, prefill_budget(plain, replace(demand, queued=0), LIMIT), plain)
+        least = milliseconds(demand, MIN_TOKENS + STEP_MULTIPLE, plain)
+        assert base / left - STEP_MULTIPLE * COST.token <= taken <= max(base / left, alone, least)
+        assert alone <= max(BUSY_BOUNDS * 14.0, least)
+        checked += 1
 
 
 def test_busy_steps_have_twice_the_time_that_prompts_need():
@@ -344,3 +377,15 @@ def test_small_queues_make_no_steps_of_two_prompts(simulate_policy, monkeypatch)
     assert earlier[3] > 1.2 * longest
     assert ttft < 1.02 * earlier[0]
     assert slow < 1.05 * earlier[1]
+
+
+def test_a_closed_loop_needs_no_long_queue_to_go_on(simulate_policy, monkeypatch):
+    """256 decodes take most of the bound: steps were long enough for the next prompt where seven were in line."""
+
+    def first_tokens_ms() -> float:
+        engine = simulate_policy.SimulatedEngine(PADDED, launch_ahead=1.5, cost=PADDED.cost)
+        return engine.run_streams(256, 512, 128, 10 * 256).percentiles()[0]
+
+    ttft = first_tokens_ms()
+    monkeypatch.setattr(prefill_module, "KEPT_SHARE", 0.0)
+    assert ttft < 0.75 * first_tokens_ms()

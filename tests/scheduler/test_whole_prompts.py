@@ -83,7 +83,7 @@ def test_a_prompt_that_could_be_whole_does_not_begin_with_a_scrap(behind, taken)
 def test_the_row_that_decodes_and_a_prompt_leave_of_a_step_begins_none():
     """127 and 512 of 640: the prompt behind had something before it then, by a single token."""
     bound = replace(PADDED, milliseconds=13.0)
-    demand = PrefillDemand(127, 127 * 576, 0, PROMPT, 700, 1.0, (700,))
+    demand = PrefillDemand(127, 127 * 576, 0, PROMPT, 700, 0.6, (700,))
     assert prefill_budget(bound, replace(demand, behind=()), LIMIT) == PROMPT + 1
     assert prefill_budget(bound, demand, LIMIT) == PROMPT + 1, "that is cut in any case"
     assert prefill_budget(bound, replace(demand, queued=PROMPT, behind=(PROMPT,)), LIMIT) == PROMPT
@@ -115,8 +115,9 @@ def closed_loop(tool, streams: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("streams", [128, 256])
 def test_equal_prompts_of_a_closed_loop_are_whole_in_most_steps(streams, simulate_policy, monkeypatch):
     """A third of the chunks, in four of five steps, were pieces before, some of a single token."""
-    found = closed_loop(simulate_policy, streams)
-    assert np.mean([chunk == (0, PROMPT) for chunk in found]) > 0.8
+    assert np.mean([chunk == (0, PROMPT) for chunk in closed_loop(simulate_policy, streams)]) > 0.8
+    monkeypatch.setattr(prefill_module, "KEPT_SHARE", 0.0)
+    assert np.mean([chunk == (0, PROMPT) for chunk in closed_loop(simulate_policy, streams)]) > 0.8
     monkeypatch.setattr(prefill_module, "WHOLE_SHARE", 2.0)
     cut = closed_loop(simulate_policy, streams)
     assert np.mean([chunk == (0, PROMPT) for chunk in cut]) < 0.75
