@@ -262,11 +262,11 @@ class Planner:
     def _make_way(self) -> int:
         """Preempt the newest decode row of a full batch that has memory for none of its tokens, where prompts that came
         before it have theirs, as late ones do: they would wait for each other. Returns the rows that are free then."""
-        own = [seq for seq in self._roster.decoding if seq.group == self._group]
-        prompts = any(seq.order < own[-1].order for seq in self._own(self._roster.prefilling)) if own else False
-        if not prompts or self._roster.slots.retired_granules():
+        decoding = [seq for seq in self._roster.decoding if seq.group == self._group]
+        older = (seq for seq in self._own(self._roster.prefilling) if decoding and seq.order < decoding[-1].order)
+        if self._roster.slots.retired_granules() or next(older, None) is None:
             return 0
-        self._roster.preempt(own[-1])
+        self._roster.preempt(decoding[-1])
         return 1
 
     def _put_back_unsound(self) -> None:
