@@ -1,6 +1,7 @@
 """Random requests, aborts, steps in flight and tiny memories: the plans stay correct and every answer the same."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bladellm_runtime.scheduler.late_prompts import FirstTokenTarget
+from bladellm_runtime.scheduler.prefill_budget import StepBound
 from bladellm_runtime.scheduler.step_cost import StepCost
 from bladellm_runtime.wire.messages import RequestDelta
 from tests.scheduler.fake_device import VOCAB, limits_of, spec_of
@@ -43,6 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
         groups=st.sampled_from([1, 1, 2, 3]),
         in_time=st.sampled_from([None, None, 0.5, 4.0, 20.0]),
+        bound=st.sampled_from([None, None, 900.0, 1600.0, 3000.0]),
+        sizes=st.sampled_from([(), (2, 3, 5, 9), (4, 16)]),
     )
     def start(
         self,
@@ -55,13 +59,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth,
         groups,
         in_time,
+        bound,
+        sizes,
         max_model_len,
         **most,
     ):
         spec = spec_of(granule_tokens, num_granules, num_slots, max_model_len, block, host)
         self.sim = Simulation(limits_of(max_model_len=max_model_len, **most), spec, depth, groups=groups, **memory)
-        if in_time is not None:
-            self.sim.scheduler.bound_steps(None, FirstTokenTarget(in_time, TICKS))
+        cost = replace(TICKS, sizes=sizes)
+        self.sim.scheduler.bound_steps(
+            None if bound is None else StepBound(bound, cost),
+            None if in_time is None else FirstTokenTarget(in_time, cost),
+        )
 
     @rule(
         prompt=prompts,
