@@ -262,7 +262,7 @@ class Planner:
     def _make_way(self) -> int:
         """Preempt the newest decode row of a full batch that has memory for none of its tokens, where prompts that came
         before it have theirs, as late ones do: they would wait for each other. Returns the rows that are free then."""
-        decoding = [seq for seq in self._roster.decoding if seq.group == self._group]
+        decoding = list(self._own(self._roster.decoding))
         older = (seq for seq in self._own(self._roster.prefilling) if decoding and seq.order < decoding[-1].order)
         if self._roster.slots.retired_granules() or next(older, None) is None:
             return 0

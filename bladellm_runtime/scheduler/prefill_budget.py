@@ -29,9 +29,9 @@ BUSY_BOUNDS = 2.0
 STRETCHED_STEPS, STRETCH = 3, 1.1
 """Steps of a prompt, and the bounds that each may take where there is then one less of them. Just above the bound TTFT
 would be longer by half or a third for a little of TBT."""
-WHOLE_SHARE, PADDED = 0.5, 1.02
+WHOLE_SHARE, MOST_PADDING = 0.5, 1.02
 """Of what fits into a step: whole prompts of so much of it, at least, are taken without a piece of the next one. And
-the most tokens with padding for each without that such a step has."""
+the most tokens, padding with them, for each that such a step is for."""
 LEAST_PIECE = 64
 """Tokens with which a prompt begins beside others, if it could be whole: fewer are worth less than what its rest then
 takes more."""
@@ -101,7 +101,7 @@ def _whole_prompts(bound: StepBound, demand: PrefillDemand, room: int) -> int:
         if end > wide:
             break
         total = demand.decode_rows + end
-        filled = padded(total, bound.cost.sizes) <= PADDED * total
+        filled = padded(total, bound.cost.sizes) <= MOST_PADDING * total
         if filled and end >= WHOLE_SHARE * room and following <= room:
             last = end
         end += following

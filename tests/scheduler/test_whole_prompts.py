@@ -9,7 +9,14 @@ import pytest
 
 from bladellm_runtime.scheduler import planner
 from bladellm_runtime.scheduler import prefill_budget as prefill_module
-from bladellm_runtime.scheduler.prefill_budget import LEAST_PIECE, STRETCH, WHOLE_SHARE, PrefillDemand, prefill_budget
+from bladellm_runtime.scheduler.prefill_budget import (
+    LEAST_PIECE,
+    MOST_PADDING,
+    STRETCH,
+    WHOLE_SHARE,
+    PrefillDemand,
+    prefill_budget,
+)
 from bladellm_runtime.scheduler.step_cost import StepLoad, padded
 from tests.scheduler.test_planning import endless, simulation
 from tests.scheduler.test_prefill_budget import BOUND, LIMIT, PADDED, SIZES, milliseconds
@@ -38,7 +45,7 @@ def test_a_step_ends_with_a_prompt_or_is_as_full_as_without_knowing_where_they_e
             continue
         whole += 1
         total = demand.decode_rows + tokens
-        assert padded(total, bound.cost.sizes) <= prefill_module.PADDED * total
+        assert padded(total, bound.cost.sizes) <= MOST_PADDING * total
         assert WHOLE_SHARE * plain <= tokens
         base = bound.cost.decode_milliseconds(demand.decode_rows, demand.decode_kv)
         allowed = STRETCH * prefill_module._allowed(bound, base, demand)
@@ -95,8 +102,8 @@ def test_a_piece_that_is_no_scrap_fills_the_step():
         assert prefill_budget(PADDED, demand, LIMIT) == (640 if left == LEAST_PIECE else 640 - left)
 
 
-def closed_loop(tool, streams: int) -> list[tuple[int, int]]:
-    """Start and tokens of all chunks of a simulated closed loop, after its first half."""
+def whole_share(tool, streams: int) -> float:
+    """Of all chunks of a simulated closed loop, after its first half, those that are whole prompts."""
     engine = tool.SimulatedEngine(PADDED, launch_ahead=1.5, cost=PADDED.cost)
     chunks, plan = [], engine._scheduler.plan
 
@@ -109,18 +116,17 @@ def closed_loop(tool, streams: int) -> list[tuple[int, int]]:
 
     engine._scheduler.plan = planned
     engine.run_streams(streams, PROMPT, 128, 5 * streams)
-    return chunks[len(chunks) // 2 :]
+    return np.mean([chunk == (0, PROMPT) for chunk in chunks[len(chunks) // 2 :]])
 
 
 @pytest.mark.parametrize("streams", [128, 256])
 def test_equal_prompts_of_a_closed_loop_are_whole_in_most_steps(streams, simulate_policy, monkeypatch):
     """A third of the chunks, in four of five steps, were pieces before, some of a single token."""
-    assert np.mean([chunk == (0, PROMPT) for chunk in closed_loop(simulate_policy, streams)]) > 0.8
+    assert whole_share(simulate_policy, streams) > 0.8
     monkeypatch.setattr(prefill_module, "KEPT_SHARE", 0.0)
-    assert np.mean([chunk == (0, PROMPT) for chunk in closed_loop(simulate_policy, streams)]) > 0.8
+    assert whole_share(simulate_policy, streams) > 0.8
     monkeypatch.setattr(prefill_module, "WHOLE_SHARE", 2.0)
-    cut = closed_loop(simulate_policy, streams)
-    assert np.mean([chunk == (0, PROMPT) for chunk in cut]) < 0.75
+    assert whole_share(simulate_policy, streams) < 0.75
 
 
 def test_what_is_behind_is_the_line_as_far_as_a_step_goes(monkeypatch):
