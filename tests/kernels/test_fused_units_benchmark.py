@@ -42,7 +42,9 @@ def test_both_chains_are_the_same_step(script, numbers, monkeypatch):
     found += (script.apart(weights, x, 2, others),)
     for logits in found:
         torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-3)
-    assert script.error(weights, script.apart, x) == "0.0000"
+    # Codes of 4 bits are multiplied with 128 added, which grows float32's rounding: up to 4e-5 of the logits in 400
+    # draws. A mark where two runs differ is no number.
+    assert float(script.error(weights, script.apart, x)) <= 1e-4
 
 
 def test_candidates_of_steps_apart_are_the_runtimes_and_those_given(script):
