@@ -186,6 +186,12 @@ class EngineArgs:
         "--enable_lora, where that is at most a tenth of the memory the engine may use.",
         group="Engine",
     )  # fmt: skip
+    precompute_first_layer: bool = flag(
+        False,
+        "Keep the first layer's queries, keys and values, before rotary embedding, of every token of the vocabulary: "
+        "steps look them up. Takes vocabulary x (query and KV heads) x head size numbers. Without --enable_lora.",
+        group="Engine",
+    )  # fmt: skip
     guided_backend: Literal["llguidance", "fsm"] = flag(
         "llguidance", "What follows constraints; fsm: our own automata, for guided_regex and guided_choice alone.",
         group="Guided decoding",
@@ -365,6 +371,10 @@ def check_lora(args: EngineArgs) -> None:
     if given and not args.enable_lora:
         name = given[0]
         raise ConfigError(f"--{name} {getattr(args, name)} is for LoRA adapters; add --enable_lora, or leave it out")
+    if args.enable_lora and args.precompute_first_layer:
+        raise ConfigError(
+            "--precompute_first_layer serves no --enable_lora, whose adapters change that layer; leave out either one"
+        )
     if args.max_cpu_loras < args.max_loras:
         raise ConfigError(
             f"--max_cpu_loras {args.max_cpu_loras} is below --max_loras {args.max_loras}; the host keeps a copy of "

@@ -111,6 +111,7 @@ def build_runner(
         model = load_model(
             folder, whole, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed,
             parallel=parallel, lora=lora_shape(args, dtype), most_packed=most_packed_bytes(args, dtype, device),
+            precompute_first_layer=args.precompute_first_layer,
         )  # fmt: skip
         check_packed(args, model.packed_bytes)
     add_weights(table, model)
@@ -163,7 +164,8 @@ def add_weights(table: MemoryTable, model: Decoder) -> None:
     """The terms of what a model holds."""
     adapters = 0 if model.lora is None else model.lora.bytes
     table.add("weights", model.weight_bytes - adapters - model.packed_bytes)
-    for name, size in (("packed weights", model.packed_bytes), ("LoRA adapters", adapters)):
+    known = model.first_layer_bytes if model.knows_first_layer else 0
+    for name, size in (("packed weights", model.packed_bytes), ("first layer", known), ("LoRA adapters", adapters)):
         if size:
             table.add(name, size)
 

@@ -14,6 +14,7 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention
 from bladellm_kernels.rotary_kv_write import HeadNorms, rotary_kv_write
 
 from bladellm_runtime.layers.batch import ForwardBatch, WantedTokens
+from bladellm_runtime.layers.embedding import Embedding
 from bladellm_runtime.layers.linear import LinearLayer
 from bladellm_runtime.layers.lora import LoraState
 from bladellm_runtime.layers.norm import RmsNorm
@@ -39,7 +40,8 @@ class Attention:
     """Grouped-query attention of layer `layer`.
 
     `qkv` gives the query heads, then the key heads, then the value heads. `q_norm` and `k_norm`, where a family has
-    them, normalise each head before the rotation. lora: that of the linear layers, where these add adapters.
+    them, normalise each head before the rotation. lora: that of the linear layers, where these add adapters. `known`:
+    what `qkv` gives for every token id, of a first layer that has been given that; it is not asked then.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Attention:
         self.qkv = qkv
         self.output = output
         self.lora = lora
+        self.known: Embedding | None = None
         self.norms: HeadNorms | None = None
         if q_norm is not None and k_norm is not None:
             self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
@@ -69,7 +72,7 @@ class Attention:
         cos, sin: tables of the step's positions. norm: of what reads the stream next.
         """
         kv = batch.kv.layer(self.layer)
-        qkv = stream.linear(self.qkv)
+        qkv = self._project(stream, batch)
         self._plan(batch)
         fresh = self._fresh(qkv, kv, batch)
         q = self._store(qkv, kv, batch, cos, sin, fresh is not None)
@@ -86,7 +89,7 @@ class Attention:
     ) -> NormedStream:
         """The same for the wanted tokens alone, [R, hidden]; K and V of all tokens are written."""
         kv = batch.kv.layer(self.layer)
-        q = self._store(stream.linear(self.qkv), kv, batch, cos, sin)
+        q = self._store(self._project(stream, batch), kv, batch, cos, sin)
         kept = stream.select(wanted.tokens)
         if not len(wanted.tokens):
             return kept
@@ -105,6 +108,12 @@ class Attention:
             work=None if batch.workspace is None else batch.workspace.plan(wanted.kv_lens, window, 1),
         )
         return kept.add(self.output, attended.flatten(1), norm)
+
+    def _project(self, stream: Stream, batch: ForwardBatch) -> torch.Tensor:
+        """[T, (Hq + 2 · Hkv) · D]."""
+        if self.known is None:
+            return stream.linear(self.qkv)
+        return self.known(batch.input_ids, batch.id_slots, batch.padded)
 
     def _plan(self, batch: ForwardBatch) -> None:
         """Have decode attention planned, which the first layer of a window does: beside its projection, where that has

@@ -24,6 +24,9 @@ from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.lora import LoraMemory
 from bladellm_runtime.models.packed_layers import added_bytes, pack_linears
 
+IDS_AT_ONCE = 2048
+"""Token ids whose first layer is computed together."""
+
 Hidden = TypeVar("Hidden", torch.Tensor, DelayedNorm)
 
 
@@ -159,6 +162,29 @@ class Decoder:
         self.lora = weights.lora
         self._communicator = communicator
         self._fusing: dict[tuple[int, bool], bool] = {}
+
+    @property
+    def first_layer_bytes(self) -> int:
+        """What `precompute_first_layer` takes or would take, 0 of a stage that is not the first."""
+        outputs = self.layers[0].attention.qkv.outputs
+        return self.spec.vocab_size * outputs * self.dtype.itemsize if self.ends.first else 0
+
+    @property
+    def knows_first_layer(self) -> bool:
+        return self.layers[0].attention.known is not None
+
+    @torch.inference_mode()
+    def precompute_first_layer(self) -> None:
+        """Keep what the first layer projects of every token id, q, k and v before rotary embedding, which nothing else
+        decides (https://arxiv.org/abs/2402.13388) where there are no adapters. All ranks of a stage do so together."""
+        if self.embedding is None:
+            return
+        layer = self.layers[0]
+        vocabulary = torch.arange(self.spec.vocab_size, device=self.device)
+        known = torch.empty(len(vocabulary), layer.attention.qkv.outputs, dtype=self.dtype, device=self.device)
+        for ids, rows in zip(vocabulary.split(IDS_AT_ONCE), known.split(IDS_AT_ONCE), strict=True):
+            layer.attention.qkv(layer.input_norm(self.embedding(ids)), rows)
+        layer.attention.known = Embedding(known)
 
     def prepare(self) -> None:
         """Compile the kernels that its layers, which are alike, and its head may need and no step before ready does."""

@@ -12,7 +12,7 @@ from bladellm_runtime.errors import CheckpointError
 from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
-from bladellm_runtime.models.decoder import Decoder, StageEnds
+from bladellm_runtime.models.decoder import Decoder, StageEnds, Weights
 from bladellm_runtime.models.lora import LoraMemory, lora_bytes
 from bladellm_runtime.models.lora_layout import LoraShape
 from bladellm_runtime.models.lora_stacking import stacked_rows
@@ -40,19 +40,20 @@ def load_model(
     parallel: TensorParallel | None = None,
     lora: LoraShape | None = None,
     most_packed: int = 0,
+    precompute_first_layer: bool = False,
 ) -> Decoder:
     """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
     `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same. `lora`: the decoder gets
     empty slots for adapters, `Decoder.lora`. `most_packed`: bytes that weights packed beside the plain ones may take;
-    there are none where they would take more.
+    there are none where they would take more. `precompute_first_layer`: as `Decoder.precompute_first_layer`.
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     whole = weight_table(spec)
     table = whole if parallel is None else parallel.table(spec)
-    model = _Model(folder, spec, table, device, dtype, parallel, table, lora, most_packed)
+    model = _Model(folder, spec, table, device, dtype, parallel, table, lora, most_packed, precompute_first_layer)
     if load_format == "dummy":
         config = folder / "config.json"
         schemes = find_schemes(spec, whole, (), config)
@@ -83,6 +84,7 @@ class _Model:
     whole: WeightTable
     lora: LoraShape | None
     most_packed: int
+    precompute_first_layer: bool
 
     @property
     def place(self) -> tuple[int, int]:
@@ -116,14 +118,30 @@ class _Model:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
         if 0 < (packed := packable_bytes(weights.linears)) <= self.most_packed:
-            _check_packed_memory(self.folder, packed, device)
+            self._check_beside("packed weights take", packed, "--packed_weights off")
             weights = weights.packed()
         if self.lora is not None:
             weights = weights.with_lora(LoraMemory(self.whole, self.lora, device, stacked))
+        decoder = self._decoder(weights)
+        if self.precompute_first_layer:
+            self._check_beside("first layer takes", decoder.first_layer_bytes, "no --precompute_first_layer")
+            decoder.precompute_first_layer()
+        return decoder
+
+    def _decoder(self, weights: Weights) -> Decoder:
         if self.parallel is None:
             return Decoder(self.spec, weights)
         ends = StageEnds(self.parallel.is_first, self.parallel.is_last)
         return Decoder(self.parallel.spec(self.spec), weights, self.parallel.communicator, ends)
+
+    def _check_beside(self, what: str, needed: int, instead: str) -> None:
+        """Raise `CheckpointError` when what is kept beside the weights cannot fit; instead: flags to use."""
+        free = _free_memory(self.device)
+        if needed > free:
+            raise CheckpointError(
+                f"{self.folder}: its {what} {needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free beside the "
+                f"weights; use {instead}"
+            )
 
 
 def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -133,16 +151,6 @@ def _check_memory(folder: Path, needed: int, device: torch.device, dtype: torch.
         raise CheckpointError(
             f"{folder}: its weights take {needed / GIB:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / GIB:.1f} GiB are free on {device.type}; use a smaller model or a 16-bit --dtype"
-        )
-
-
-def _check_packed_memory(folder: Path, needed: int, device: torch.device) -> None:
-    """Raise `CheckpointError` when packed weights cannot fit beside the others."""
-    free = _free_memory(device)
-    if needed > free:
-        raise CheckpointError(
-            f"{folder}: its packed weights take {needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free beside the "
-            "others; use --packed_weights off"
         )
 
 

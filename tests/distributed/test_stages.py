@@ -100,6 +100,12 @@ def test_quantized_layers(graphs, tmp_path):
     assert_same(tmp_path, tiny.reference, 2, graphs)
 
 
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_first_stage_looks_its_first_layer_up(graphs, tmp_path):
+    model = save_tiny(tmp_path, "qwen2", num_hidden_layers=3)
+    assert_same(tmp_path, model, 2, graphs, precompute_first_layer=True)
+
+
 def test_stages_give_way_alike_when_the_cache_is_full(tmp_path):
     """Uneven stages have room for the same tokens, whatever their layers take."""
     model = save_tiny(tmp_path, "llama", num_hidden_layers=5)

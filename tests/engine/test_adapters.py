@@ -246,6 +246,7 @@ def test_without_slots_adapters_are_refused(family):
         ({"max_loras": 2}, "--max_loras 2 is for LoRA adapters; add --enable_lora"),
         ({"lora_dtype": "float16"}, "--lora_dtype float16 is for LoRA adapters"),
         ({"enable_lora": True, "max_loras": 17}, "--max_cpu_loras 16 is below --max_loras 17"),
+        ({"enable_lora": True, "precompute_first_layer": True}, "--precompute_first_layer serves no --enable_lora"),
         ({"enable_lora": True, "max_lora_rank": 0}, "--max_lora_rank must be between 1 and 512, got 0"),
         ({"enable_lora": True, "lora_dtype": "int8"}, "--lora_dtype must be one of auto, "),
     ],

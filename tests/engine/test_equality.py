@@ -23,6 +23,7 @@ WAYS = {
     "relocating": {"kv_arena": "relocating"},
     "paged": {"attn_cls": "paged"},
     "no prompt cache": {"disable_prompt_cache": True},
+    "first layer known": {"precompute_first_layer": True},
     "steps of 32 tokens": {"ragged_flash_max_batch_tokens": 32},
 }
 

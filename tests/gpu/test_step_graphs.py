@@ -35,6 +35,7 @@ WAYS = {
     "fp8 e4m3": {"kv_cache_quant": "fp8_e4m3"},
     "fp8 e5m2": {"kv_cache_quant": "fp8_e5m2"},
     "fp12 e4m7": {"kv_cache_quant": "fp12_e4m7"},
+    "first layer known": {"precompute_first_layer": True},
 }
 
 
