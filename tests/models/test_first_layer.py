@@ -14,6 +14,7 @@ from tests.distributed.ranks import load_rank
 from tests.distributed.threads import ThreadCommunicator, run_ranks
 from tests.models.harness import DEVICES, Sequences, random_prompt, reference_logits, save_tiny
 from tests.models.quantized import SCHEMES, Tiny, plan
+from tests.models.test_wanted_tokens import step_wanting
 
 LIMIT = 1e-4
 CASES = {
@@ -62,6 +63,16 @@ def test_logits_are_those_of_transformers(case, device, tmp_path):
     family, options = CASES[case]
     reference = save_tiny(tmp_path, family, **options)
     assert_all_known(load(tmp_path, device), reference, two_prompts())
+
+
+def test_where_it_is_the_last_one_too(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3", num_hidden_layers=1, head_dim=24)
+    model, prompt = load(tmp_path), random_prompt(21)
+    model.layers[0].attention.qkv = mock.Mock(side_effect=AssertionError("asked"))
+    sequences = Sequences(model)
+    step_wanting(sequences, [(1, prompt[:12])], [])
+    found, expected = step_wanting(sequences, [(1, prompt[12:])], [0])[0], reference_logits(reference, prompt)[-1]
+    assert (found - expected).abs().max() < LIMIT * expected.abs().max()
 
 
 def test_of_quantized_layers(tmp_path):
