@@ -189,7 +189,7 @@ class EngineArgs:
     precompute_first_layer: bool = flag(
         False,
         "Keep the first layer's queries, keys and values, before rotary embedding, of every token of the vocabulary: "
-        "steps look them up. Takes vocabulary x (query heads + 2 x KV heads) x head size numbers. Without --enable_lora.",
+        "steps look them up. Takes vocabulary x (query heads + 2 KV heads) x head size numbers. Without --enable_lora.",
         group="Engine",
     )  # fmt: skip
     guided_backend: Literal["llguidance", "fsm"] = flag(
