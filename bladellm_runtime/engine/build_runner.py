@@ -164,8 +164,8 @@ def add_weights(table: MemoryTable, model: Decoder) -> None:
     """The terms of what a model holds."""
     adapters = 0 if model.lora is None else model.lora.bytes
     table.add("weights", model.weight_bytes - adapters - model.packed_bytes)
-    known = model.first_layer_bytes if model.knows_first_layer else 0
-    for name, size in (("packed weights", model.packed_bytes), ("first layer", known), ("LoRA adapters", adapters)):
+    others = {"packed weights": model.packed_bytes, "first layer": model.known_bytes, "LoRA adapters": adapters}
+    for name, size in others.items():
         if size:
             table.add(name, size)
 

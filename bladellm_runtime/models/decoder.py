@@ -165,13 +165,15 @@ class Decoder:
 
     @property
     def first_layer_bytes(self) -> int:
-        """What `precompute_first_layer` takes or would take, 0 of a stage that is not the first."""
+        """What `precompute_first_layer` takes, 0 of a stage that is not the first."""
         outputs = self.layers[0].attention.qkv.outputs
         return self.spec.vocab_size * outputs * self.dtype.itemsize if self.ends.first else 0
 
     @property
-    def knows_first_layer(self) -> bool:
-        return self.layers[0].attention.known is not None
+    def known_bytes(self) -> int:
+        """Of what has been precomputed."""
+        known = self.layers[0].attention.known
+        return 0 if known is None else known.weight.nbytes
 
     @torch.inference_mode()
     def precompute_first_layer(self) -> None:

@@ -118,13 +118,13 @@ class _Model:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
         if 0 < (packed := packable_bytes(weights.linears)) <= self.most_packed:
-            self._check_beside("packed weights take", packed, "--packed_weights off")
+            self._check_beside("packed weights take", packed, "use --packed_weights off")
             weights = weights.packed()
         if self.lora is not None:
             weights = weights.with_lora(LoraMemory(self.whole, self.lora, device, stacked))
         decoder = self._decoder(weights)
         if self.precompute_first_layer:
-            self._check_beside("first layer takes", decoder.first_layer_bytes, "no --precompute_first_layer")
+            self._check_beside("first layer takes", decoder.first_layer_bytes, "leave out --precompute_first_layer")
             decoder.precompute_first_layer()
         return decoder
 
@@ -135,12 +135,12 @@ class _Model:
         return Decoder(self.parallel.spec(self.spec), weights, self.parallel.communicator, ends)
 
     def _check_beside(self, what: str, needed: int, instead: str) -> None:
-        """Raise `CheckpointError` when what is kept beside the weights cannot fit; instead: flags to use."""
+        """Raise `CheckpointError` when what is kept beside the weights cannot fit; instead: what to do."""
         free = _free_memory(self.device)
         if needed > free:
             raise CheckpointError(
                 f"{self.folder}: its {what} {needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free beside the "
-                f"weights; use {instead}"
+                f"weights; {instead}"
             )
 
 

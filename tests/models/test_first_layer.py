@@ -40,10 +40,9 @@ def two_prompts() -> list[list[int]]:
 def assert_all_known(model: Decoder, reference, prompts: list[list[int]]) -> None:
     """Both prompts, in chunks, one of which is behind a decode row, and then both decode; fused and not."""
     layer, spec = model.layers[0].attention, model.spec
-    assert model.knows_first_layer
     assert layer.known is not None
     assert layer.known.weight.shape == (spec.vocab_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
-    assert layer.known.weight.nbytes == model.first_layer_bytes
+    assert layer.known.weight.nbytes == model.known_bytes == model.first_layer_bytes
     layer.qkv = mock.Mock(side_effect=AssertionError("asked"), normed=mock.Mock(side_effect=AssertionError("asked")))
     expected = [reference_logits(reference, prompt) for prompt in prompts]
     for fuses in (False, True):
@@ -86,7 +85,7 @@ def test_every_rank_knows_its_heads(degree, tmp_path):
 
     def work(group: ThreadCommunicator) -> None:
         model = load_rank(tmp_path, group)
-        assert not model.knows_first_layer
+        assert model.known_bytes == 0
         model.precompute_first_layer()
         assert_all_known(model, reference, prompts)
 
@@ -108,7 +107,7 @@ def test_there_must_be_memory_for_it(tmp_path, monkeypatch):
     needed = load(tmp_path).first_layer_bytes
     monkeypatch.setattr(loading, "_check_memory", lambda *_: None)
     monkeypatch.setattr(loading, "_free_memory", lambda device: needed - 1)
-    with pytest.raises(CheckpointError, match="use no --precompute_first_layer"):
+    with pytest.raises(CheckpointError, match="leave out --precompute_first_layer"):
         load(tmp_path)
     monkeypatch.setattr(loading, "_free_memory", lambda device: needed)
     load(tmp_path)
