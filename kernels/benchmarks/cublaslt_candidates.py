@@ -175,8 +175,8 @@ def sustained(graphs: Sequence[torch.cuda.CUDAGraph], seconds: float) -> list[fl
     for order in (range(len(graphs)), reversed(range(len(graphs)))):
         for place in order:
             times = max(1, round(seconds / 2 / replayed([graphs[place]], 1)[0]))
-            _replay(graphs[place], times)
-            spans[place].append(_replay(graphs[place], times))
+            seconds_of(graphs[place], times)
+            spans[place].append(seconds_of(graphs[place], times))
     return [statistics.mean(found) for found in spans]
 
 
@@ -188,11 +188,11 @@ def after_pauses(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, pause: fl
         for graph, found in zip(graphs, spans, strict=True):
             torch.cuda.synchronize()
             time.sleep(pause)
-            found.append(_replay(graph, 1))
+            found.append(seconds_of(graph, 1))
     return [statistics.median(found) for found in spans]
 
 
-def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
+def seconds_of(graph: torch.cuda.CUDAGraph, times: int) -> float:
     """Mean seconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
