@@ -9,7 +9,7 @@ import torch
 from bladellm_runtime.fields import Fields
 from bladellm_runtime.layers.rotary import RopeSpec
 from bladellm_runtime.models.family import Family, read_flag, read_windows
-from bladellm_runtime.models.folder import file_in, read_json
+from bladellm_runtime.models.folder import file_in, read_json, vocab_size_of
 from bladellm_runtime.models.registry import find_family
 from bladellm_runtime.models.rope import MAX_POSITIONS, longest_sequence, read_rope
 from bladellm_runtime.quantization.format import CheckpointFormat
@@ -63,7 +63,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     family = find_family(config)
     heads, kv_heads, head_dim = _read_heads(config, family)
     layers = config.integer("num_hidden_layers", 1, 1024)
-    vocab_size = config.integer("vocab_size", 1, 2**22)
+    vocab_size = vocab_size_of(config)
     positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
     rope = read_rope(config, head_dim, positions)
     return ModelSpec(

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from bladellm_runtime.errors import CheckpointError
+from bladellm_runtime.fields import Fields
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
+MAX_VOCAB_SIZE = 2**22
 
 
 def file_in(folder: Path, name: str, key: str | None = None) -> Path:
@@ -27,6 +29,17 @@ def file_in(folder: Path, name: str, key: str | None = None) -> Path:
     if home not in target.parents and target.parent != blobs:
         raise CheckpointError(f"{path}{asked_by} is a link out of the model folder; copy the file into the folder")
     return path
+
+
+def read_vocab_size(folder: Path) -> int:
+    """How many tokens the model of a folder has embeddings for. Raises `CheckpointError`."""
+    file = file_in(folder, "config.json")
+    return vocab_size_of(Fields(file, read_json(file)))
+
+
+def vocab_size_of(config: Fields) -> int:
+    """The same of the config.json that has been read."""
+    return config.integer("vocab_size", 1, MAX_VOCAB_SIZE)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import uvloop
 from bladellm_runtime.config import ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.garbage import keep_objects
+from bladellm_runtime.models.folder import read_vocab_size
 from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.adapters import make_adapters
 from bladellm_runtime.server.app import create_app
@@ -134,19 +135,23 @@ class Server:
 
     async def _load(self) -> tuple[EngineClient, Tokenizer]:
         engine = asyncio.create_task(self._start_engine())
-        folder = Path(self._args.tokenizer_dir) if self._args.tokenizer_dir else self._folder
-        template = Path(self._args.chat_template) if self._args.chat_template else None
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, folder, template)
-            client = await engine
-            if self._args.load_format != "dummy":
-                tokenizer.check_vocabulary(client.ready.vocab_size)
-            return client, tokenizer
+            tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            return await engine, tokenizer
         except BaseException:
             engine.cancel()
             with contextlib.suppress(asyncio.CancelledError, UserError):
                 await (await engine).close(1.0)
             raise
+
+    def _load_tokenizer(self) -> Tokenizer:
+        """One that fits the model: what does not is said before the engine has loaded its weights."""
+        folder = Path(self._args.tokenizer_dir) if self._args.tokenizer_dir else self._folder
+        template = Path(self._args.chat_template) if self._args.chat_template else None
+        tokenizer = Tokenizer.load(folder, template)
+        if self._args.load_format != "dummy":
+            tokenizer.check_vocabulary(read_vocab_size(self._folder))
+        return tokenizer
 
     async def _start_engine(self) -> EngineClient:
         """A client of an engine that is ready."""

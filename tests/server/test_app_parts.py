@@ -1,9 +1,12 @@
 """The server's small parts, each against something independent."""
 
 import asyncio
+import json
 import os
 import resource
+import shutil
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
 
 from bladellm_runtime.config import ServingArgs
-from bladellm_runtime.errors import ConfigError, UserError
+from bladellm_runtime.errors import CheckpointError, ConfigError, UserError
 from bladellm_runtime.ranks.launch import meeting_of
 from bladellm_runtime.server.acceptor import Acceptor
 from bladellm_runtime.server.auth import Authenticator
@@ -26,6 +29,7 @@ from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
 from bladellm_runtime.server.listener import allow_descriptors, bind, url_of
 from bladellm_runtime.server.shared_counts import SharedCounts
+from tests.conftest import DEMO
 
 BOUNDS = (0.001, 0.5, 1.0, 2.0, 100.0)
 
@@ -230,6 +234,16 @@ def test_flags_are_refused_before_the_model_is_loaded(tmp_path, flags, said):
     lora = {"enable_lora": True, "lora_dir": str(tmp_path)} if "admin_api_key_file" in flags else {}
     with pytest.raises(ConfigError, match=said):
         serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path, engine=["false"])
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_while_the_engine_still_starts(tmp_path):
+    """By an engine that is never ready."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8191}))
+    never = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(CheckpointError, match="has 8192 tokens, above the vocab_size 8191"):
+        serve(ServingArgs(model="m", port=0), tmp_path, engine=never)
 
 
 @pytest.mark.parametrize(
