@@ -166,18 +166,23 @@ def replayed(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int) -> list[float
 
 
 def sustained(graphs: Sequence[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
-    """Mean seconds of each graph while it alone is replayed, twice for so long each, the second time in reverse order.
+    """Mean seconds of each graph in two of `sustained_turns`."""
+    return [statistics.mean(found) for found in sustained_turns(graphs, seconds, 2)]
+
+
+def sustained_turns(graphs: Sequence[torch.cuda.CUDAGraph], seconds: float, turns: int) -> list[list[float]]:
+    """Seconds of each graph in every turn, while it alone is replayed for so long, every second turn in reverse order.
 
     Only what runs for a tenth of a second has the clock that the power limit leaves it: algorithms that take turns
-    share one clock, and one that needs less power shows no gain.
+    share one clock, and one that needs less power shows no gain. The first half of a time does not count.
     """
     spans: list[list[float]] = [[] for _ in graphs]
-    for order in (range(len(graphs)), reversed(range(len(graphs)))):
-        for place in order:
+    for turn in range(turns):
+        for place in range(len(graphs))[:: -1 if turn % 2 else 1]:
             times = max(1, round(seconds / 2 / replayed([graphs[place]], 1)[0]))
-            seconds_of(graphs[place], times)
-            spans[place].append(seconds_of(graphs[place], times))
-    return [statistics.mean(found) for found in spans]
+            _replay(graphs[place], times)
+            spans[place].append(_replay(graphs[place], times))
+    return spans
 
 
 def after_pauses(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, pause: float) -> list[float]:
@@ -188,11 +193,11 @@ def after_pauses(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, pause: fl
         for graph, found in zip(graphs, spans, strict=True):
             torch.cuda.synchronize()
             time.sleep(pause)
-            found.append(seconds_of(graph, 1))
+            found.append(_replay(graph, 1))
     return [statistics.median(found) for found in spans]
 
 
-def seconds_of(graph: torch.cuda.CUDAGraph, times: int) -> float:
+def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
     """Mean seconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -7,14 +7,13 @@
 A chain is norms and linear layers as a decoder has them, without attention, captured as a CUDA graph. What a layer
 takes there is not what it takes alone: its x was just written, the kernel in front of it still ends, and its clock is
 what the energy of all layers leaves. Of each layer: what the table says, what `linear` takes without a schedule, and
-`wide_linear` with all combinations of the choices. Chains take turns of so many seconds, whose first third does not
+`wide_linear` with all combinations of the choices. Chains take turns of so many seconds, whose first half does not
 count, and every second round is in reverse order; the table's has two places. `--out`: the shipped table, with
 schedules that save so many percent of the chain.
 """
 
 import argparse
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,16 +25,15 @@ from bladellm_kernels.linear import linear, linear_silu_mul, measured_table, use
 from bladellm_kernels.linear_schedules import Entry, ScheduleTable, WideSchedule, save_table
 from bladellm_kernels.rms_norm import rms_norm
 from bladellm_kernels.wide_linear import source
+from cluster_linear import ADDING
 from cluster_table import with_clusters
 from compile_ahead import compile_ahead
-from cublaslt_candidates import seconds_of
+from cublaslt_candidates import sustained, sustained_turns
 from gpu_timing import machine
 from linear_step import Layer, Shape, Step, models
 from wide_linear import described
 
 EPS = 1e-5
-ADDING = ("o", "down")
-"""Layers that add to the residual stream."""
 
 Choice = WideSchedule | None
 """None for what `linear` takes without a schedule: cuBLAS, or for a gate of many rows a kernel in Triton."""
@@ -96,20 +94,6 @@ def table_with(base: ScheduleTable, shape: Shape, rows: int, choice: Choice) -> 
     return ScheduleTable({**base.entries, key: (below, Entry(rows, choice), above)}, base.norm_rows)
 
 
-def seconds_by_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Of a replay, in each turn."""
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    once = seconds_of(next(iter(graphs.values())), 20)
-    part = max(1, round(args.seconds / 3 / once))
-    # The first second has another clock than those that follow.
-    seconds_of(next(iter(graphs.values())), 3 * part)
-    for turn in range(args.turns):
-        for name in list(graphs)[:: -1 if turn % 2 else 1]:
-            seconds_of(graphs[name], part)
-            found[name].append(seconds_of(graphs[name], 2 * part))
-    return found
-
-
 def measure(chain: Chain, shape: Shape, base: ScheduleTable, args: argparse.Namespace) -> tuple[list[str], Choice]:
     """A line for every choice; the schedule that is best, None where none saves enough."""
     rows, found = len(chain.stream), choices(shape, len(chain.stream), args)
@@ -119,7 +103,9 @@ def measure(chain: Chain, shape: Shape, base: ScheduleTable, args: argparse.Name
     graphs = {"table": chain.captured(base)}
     graphs |= {name: chain.captured(table_with(base, shape, rows, choice)) for name, choice in named.items()}
     graphs["table again"] = chain.captured(base)
-    turns = seconds_by_turns(graphs, args)
+    # What comes first in a row of them has another clock than those behind.
+    sustained([graphs["table"]], args.seconds)
+    turns = dict(zip(graphs, sustained_turns(list(graphs.values()), args.seconds, args.turns), strict=True))
     usual, count = mean(turns["table"] + turns["table again"]), len(chain.layers)
     lines = [
         f"| {rows} | {shape.name} | {name} | {mean(spans) / count * 1e6:.1f} | {mean(spans) / usual - 1:+.2%} | "

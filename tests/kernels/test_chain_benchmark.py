@@ -50,28 +50,24 @@ def test_a_table_changes_for_one_number_of_rows_alone(script):
 
 @pytest.mark.parametrize(("least", "saves"), [(0.5, True), (30.0, False)])
 def test_the_best_is_taken_where_it_saves_enough(script, least, saves, monkeypatch):
-    """Seconds of replays of one layer by turns; every second round is in reverse order."""
+    """Seconds of one layer, by graphs that take turns."""
     shape = importlib.import_module("linear_step").Shape("gate-up", 64, 32, gated=True)
     args = options(tokens=[128], groups=[2], clusters=[1], bands=[8], least_gain=least)
     choices = script.choices(shape, 300, args)
-    seconds, order = {None: 5e-3, False: 4e-3, True: 3e-3}, []
+    seconds = {None: 5e-3, False: 4e-3, True: 3e-3}
 
     def captured(table):
         found = table.choose(300, 32, 32, True)
         return seconds[found.stream_k] if found is not None else seconds[None]
 
-    def seconds_of(graph, times) -> float:
-        order.append(graph)
-        return graph
-
     chain = SimpleNamespace(stream=range(300), layers=[1], captured=captured)
     base = ScheduleTable({(32, 32, True): (Entry(300, next(each for each in choices if each is not None)),)})
     monkeypatch.setattr(script, "compile_ahead", lambda sources, name: None)
-    monkeypatch.setattr(script, "seconds_of", seconds_of)
+    monkeypatch.setattr(script, "sustained", lambda graphs, seconds: graphs)
+    monkeypatch.setattr(script, "sustained_turns", lambda graphs, seconds, turns: [[each] * turns for each in graphs])
     lines, best = script.measure(chain, shape, base, args)
     table, divided = seconds[False], seconds[True]
     turn = [table, seconds[None], table, divided, table]
-    assert order[2::2] == [*turn, *turn[::-1], *turn]
     assert [line.split(" | ")[3:5] for line in lines] == [
         [f"{each * 1e6:.1f}", f"{each / table - 1:+.2%}"] for each in turn
     ]
