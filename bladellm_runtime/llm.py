@@ -16,6 +16,8 @@ from bladellm_runtime.engine.device import on_gpu
 from bladellm_runtime.errors import ParameterError, UserError
 from bladellm_runtime.garbage import objects_kept
 from bladellm_runtime.guided.constraint import constraint_of
+from bladellm_runtime.models.folder import read_vocab_size
+from bladellm_runtime.models.hub import resolve_model
 from bladellm_runtime.request import Constraint, FinishReason, SamplingParams, check_cache_salt
 from bladellm_runtime.text.stream import TextDelta, TextStream
 from bladellm_runtime.text.tokenizer import Tokenizer, check_text
@@ -106,12 +108,12 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.args = offline_args(model, options)
-        self._engine = build_engine(self.args)
-        self.ready = self._engine.ready
-        folder = Path(self.args.tokenizer_dir) if self.args.tokenizer_dir else self._engine.folder
-        self.tokenizer = Tokenizer.load(folder)
+        folder = resolve_model(self.args.model)
+        self.tokenizer = Tokenizer.load(Path(self.args.tokenizer_dir) if self.args.tokenizer_dir else folder)
         if self.args.load_format != "dummy":
-            self.tokenizer.check_vocabulary(self.ready.vocab_size)
+            self.tokenizer.check_vocabulary(read_vocab_size(folder))
+        self._engine = build_engine(replace(self.args, model=str(folder)))
+        self.ready = self._engine.ready
         self._next_id = 0
         self._choices: dict[int, _Choice] = {}
 

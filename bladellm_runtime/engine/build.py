@@ -59,7 +59,6 @@ class Engine:
 
     core: EngineCore
     ready: EngineReady
-    folder: Path
     arena: KvArena
 
 
@@ -171,7 +170,7 @@ def make_engine(
     else:
         ranked.serve()
     keep_kernel_list(args, folder, built.device)
-    return Engine(core, announce(spec, built, record), folder, arena)
+    return Engine(core, announce(spec, built, record), arena)
 
 
 def make_adapters(args: EngineArgs, built: BuiltRunner, ranked: RankedRunner | None) -> Adapters:

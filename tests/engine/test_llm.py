@@ -1,15 +1,18 @@
 """What `LLM` makes of its options."""
 
+import json
 import random
+import shutil
 
 import pytest
 import torch
 
 from bladellm_runtime import LLM, SamplingParams
+from bladellm_runtime import llm as llm_module
 from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.engine.build import TARGET_TBT_MS, target_tbt
 from bladellm_runtime.engine.step_graphs import graph_sizes
-from bladellm_runtime.errors import ParameterError
+from bladellm_runtime.errors import CheckpointError, ParameterError
 from bladellm_runtime.llm import OFFLINE_REQUESTS, offline_args
 
 
@@ -22,6 +25,15 @@ def test_nobody_waits_for_tokens_of_a_file_of_prompts(demo_model):
     with LLM(str(demo_model), device="cpu", kv_cache_gib=0.05, target_tbt_ms=5.0) as llm:
         assert target_tbt(llm.args, gpu) == 5.0
         assert llm._engine.core._scheduler._planner.bound.milliseconds == 5.0
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_an_engine_is_built(demo_model, tmp_path, monkeypatch):
+    shutil.copytree(demo_model, tmp_path, dirs_exist_ok=True)
+    config = json.loads((demo_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8191}))
+    monkeypatch.setattr(llm_module, "build_engine", lambda args: pytest.fail("an engine was built"))
+    with pytest.raises(CheckpointError, match="has 8192 tokens, above the vocab_size 8191"):
+        LLM(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize(("options", "slots", "captured"), [
