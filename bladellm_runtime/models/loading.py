@@ -13,6 +13,7 @@ from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder, StageEnds, Weights
+from bladellm_runtime.models.exponents import align_exponents
 from bladellm_runtime.models.lora import LoraMemory, lora_bytes
 from bladellm_runtime.models.lora_layout import LoraShape
 from bladellm_runtime.models.lora_stacking import stacked_rows
@@ -117,6 +118,8 @@ class _Model:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
+            if self.parallel is None and self.lora is None:
+                align_exponents(weights)
         if 0 < (packed := packable_bytes(weights.linears)) <= self.most_packed:
             self._check_beside("packed weights take", packed, "use --packed_weights off")
             weights = weights.packed()
