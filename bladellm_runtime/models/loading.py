@@ -47,7 +47,8 @@ def load_model(
 
     `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same. `lora`: the decoder gets
     empty slots for adapters, `Decoder.lora`. `most_packed`: bytes that weights packed beside the plain ones may take;
-    there are none where they would take more. `precompute_first_layer`: as `Decoder.precompute_first_layer`.
+    there are none where they would take more. `precompute_first_layer`: as `Decoder.precompute_first_layer`. The
+    weights of one GPU alone that serves no adapters are scaled by powers of two (`align_exponents`).
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
