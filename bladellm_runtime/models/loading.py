@@ -13,7 +13,6 @@ from bladellm_runtime.models.build import WeightBuilder
 from bladellm_runtime.models.checkpoint import Checkpoint, open_checkpoint
 from bladellm_runtime.models.config import ModelSpec
 from bladellm_runtime.models.decoder import Decoder, StageEnds, Weights
-from bladellm_runtime.models.exponents import align_exponents
 from bladellm_runtime.models.lora import LoraMemory, lora_bytes
 from bladellm_runtime.models.lora_layout import LoraShape
 from bladellm_runtime.models.lora_stacking import stacked_rows
@@ -47,8 +46,7 @@ def load_model(
 
     `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same. `lora`: the decoder gets
     empty slots for adapters, `Decoder.lora`. `most_packed`: bytes that weights packed beside the plain ones may take;
-    there are none where they would take more. `precompute_first_layer`: as `Decoder.precompute_first_layer`. The
-    weights of one GPU alone that serves no adapters are scaled by powers of two (`align_exponents`).
+    there are none where they would take more. `precompute_first_layer`: as `Decoder.precompute_first_layer`.
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
@@ -119,8 +117,6 @@ class _Model:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
-            if self.parallel is None and self.lora is None:
-                align_exponents(weights)
         if 0 < (packed := packable_bytes(weights.linears)) <= self.most_packed:
             self._check_beside("packed weights take", packed, "use --packed_weights off")
             weights = weights.packed()
