@@ -1,6 +1,7 @@
 """Prompts of a wanted length: plain words, or words counted by a tokenizer until the length is exact."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ SALT_WORDS = 6
 """Random words at the start of a prompt: enough that no two prompts of a benchmark begin alike."""
 LEAST_SINGLE_WORDS = 32
 MOST_CORRECTIONS = 16
+TEXTS_TOGETHER = 64
+"""That are tokenized at a time, by all cores: what a tokenizer returns takes many times the memory of a text."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -37,7 +40,18 @@ class WordText:
 
     def draw(self, count: int, rng: np.random.Generator) -> str:
         """About `count` tokens of text."""
-        return " ".join(self._words[rng.integers(len(self._words), size=count)])
+        return self.draw_all([count], rng)[0]
+
+    def draw_all(self, counts: Sequence[int], rng: np.random.Generator) -> list[str]:
+        """A text of about so many tokens for each of `counts`."""
+        return self.fit([" ".join(self._drawn(count, rng)) for count in counts], counts, rng)
+
+    def fit(self, texts: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> list[str]:
+        """The texts with words more or less at their ends, so that they have so many tokens."""
+        return list(texts)
+
+    def _drawn(self, count: int, rng: np.random.Generator) -> list[str]:
+        return list(self._words[rng.integers(len(self._words), size=count)])
 
 
 class TokenText(WordText):
@@ -51,20 +65,34 @@ class TokenText(WordText):
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
-    def draw(self, count: int, rng: np.random.Generator) -> str:
-        """`count` tokens of text."""
-        words = super().draw(count, rng).split()
+    def fit(self, texts: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> list[str]:
+        """The texts with words more or less at their ends, so that they have so many tokens."""
+        fitted = list(texts)
+        for first in range(0, len(fitted), TEXTS_TOGETHER):
+            self._correct(fitted, counts, range(first, min(first + TEXTS_TOGETHER, len(fitted))), rng)
+        return fitted
+
+    def _correct(
+        self, texts: list[str], counts: Sequence[int], places: Sequence[int], rng: np.random.Generator
+    ) -> None:
+        """Make the texts in some places as long as they should be."""
         for _ in range(MOST_CORRECTIONS):
-            excess = len(self._ids(" ".join(words))) - count
-            if excess == 0:
-                break
-            if excess < 0:
-                words += super().draw(-excess, rng).split()
-            else:
-                # A word may be several tokens: take away too few rather than too many, one at least.
-                per_word = max(1.0, (count + excess) / len(words))
-                words = words[: max(1, len(words) - max(1, int(excess / per_word)))]
-        return " ".join(words)
+            encoded = self._tokenizer.encode_batch_fast([texts[place] for place in places])
+            excesses = {place: len(found.ids) - counts[place] for place, found in zip(places, encoded, strict=True)}
+            places = [place for place, excess in excesses.items() if excess]
+            if not places:
+                return
+            for place in places:
+                texts[place] = self._nearer(texts[place], counts[place], excesses[place], rng)
+
+    def _nearer(self, text: str, count: int, excess: int, rng: np.random.Generator) -> str:
+        """The text with words more or less, where it has `excess` tokens more than `count`."""
+        words = text.split()
+        if excess < 0:
+            return " ".join([*words, *self._drawn(-excess, rng)])
+        # A word may be several tokens: take away too few rather than too many, one at least.
+        per_word = max(1.0, (count + excess) / len(words))
+        return " ".join(words[: max(1, len(words) - max(1, int(excess / per_word)))])
 
 
 def text_maker(tokenizer: str | None) -> WordText:

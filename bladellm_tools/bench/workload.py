@@ -132,7 +132,7 @@ def make_asks(workload: WorkloadArgs, count: int, seeds: Seeds, text: WordText, 
         prompts = prefixed(workload, inputs, seeds, text)
     else:
         rng = seeds.texts(PROMPTS, workload.unique_prefix)
-        prompts = [text.draw(length, rng) for length in inputs]
+        prompts = text.draw_all(inputs, rng)
     return [Ask(*row) for row in zip(prompts, inputs, outputs, strict=True)]
 
 
@@ -161,11 +161,13 @@ def prefixed(workload: WorkloadArgs, inputs: list[int], seeds: Seeds, text: Word
             f"--input_len {workload.input_len}"
         )
     rng = seeds.texts(SHARED, workload.unique_prefix)
-    prefixes = [text.draw(workload.prefix_len, rng) for _ in range(workload.prefix_groups)]
+    prefixes = text.draw_all([workload.prefix_len] * workload.prefix_groups, rng)
     rng = seeds.texts(PROMPTS, workload.unique_prefix)
     groups = rng.integers(len(prefixes), size=len(inputs))
-    own = [text.draw(length - workload.prefix_len, rng) for length in inputs]
-    return [f"{prefixes[group]} {suffix}" for group, suffix in zip(groups, own, strict=True)]
+    own = text.draw_all([length - workload.prefix_len for length in inputs], rng)
+    prompts = [f"{prefixes[group]} {suffix}" for group, suffix in zip(groups, own, strict=True)]
+    # A suffix has a token less behind a space than alone, or more.
+    return text.fit(prompts, inputs, rng)
 
 
 def jsonl_asks(workload: WorkloadArgs, count: int, seeds: Seeds) -> list[Ask]:

@@ -100,7 +100,7 @@ def test_a_tokenizer_makes_lengths_exact(dataset: str, demo_model: Path) -> None
         dataset=dataset, input_len=150, output_len=1, len_dist="uniform" if dataset == "synthetic" else "fixed",
         prefix_len=60, prefix_groups=3,
     )  # fmt: skip
-    plan = plan_requests(workload, LevelArgs(num_requests=40, warmup=0), Load(qps=1), 0, str(demo_model))
+    plan = plan_requests(workload, LevelArgs(num_requests=150, warmup=0), Load(qps=1), 0, str(demo_model))
     assert all(abs(len(tokenizer.encode(planned.prompt).ids) - planned.input_len) <= 1 for planned in plan)
 
 
