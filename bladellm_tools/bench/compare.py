@@ -1,4 +1,7 @@
-"""Two endpoints against each other: latency at equal load (vertical), load at equal latency (horizontal), in words."""
+"""Two endpoints against each other: latency at equal load (vertical), load at equal latency (horizontal), in words.
+
+Of closed loops also what as many streams get done.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +14,8 @@ from bladellm_tools.bench.slo import SloLimit
 from bladellm_tools.bench.stats import Interval, paired_ratio, ratio_interval
 
 VERTICAL = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
+RATES = {"requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s"}
+"""Of closed loops alone, and how they are called: in open ones they are what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +63,19 @@ class HorizontalRow:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The first endpoint against one other."""
+    """The first endpoint against one other. `rates`: `RATES` of the closed loops that both ran."""
 
     first: str
     second: str
+    rates: tuple[VerticalRow, ...]
     vertical: tuple[VerticalRow, ...]
     horizontal: tuple[HorizontalRow, ...]
 
     @property
     def summary(self) -> list[str]:
         """The result in sentences: one a figure, one a limit."""
-        sentences = [vertical_sentence(self, name) for name in VERTICAL]
+        names = [*(RATES if self.rates else ()), *VERTICAL]
+        sentences = [vertical_sentence(self, name) for name in names]
         return [*sentences, *(horizontal_sentence(self, row) for row in self.horizontal)]
 
 
@@ -93,9 +100,10 @@ def compare_pair(first: Sequence[LevelFigures], second: Sequence[LevelFigures], 
     """The levels of one endpoint against those of another."""
     other = {level.load: level for level in second}
     common = [(level, other[level.load]) for level in first if level.load in other]
+    rates = tuple(_vertical(a, b, name) for a, b in common if a.load.concurrency for name in RATES)
     vertical = tuple(_vertical(a, b, name) for a, b in common for name in VERTICAL)
     horizontal = tuple(_horizontal(first, second, limit) for limit in slo)
-    return Pair(first[0].endpoint, second[0].endpoint, vertical, horizontal)
+    return Pair(first[0].endpoint, second[0].endpoint, rates, vertical, horizontal)
 
 
 def _vertical(first: LevelFigures, second: LevelFigures, name: str) -> VerticalRow:
@@ -151,9 +159,9 @@ def _capacity_ratio(
 
 
 def figure_title(name: str) -> str:
-    """`ttft_p99` as `TTFT p99`."""
+    """`ttft_p99` as `TTFT p99`, a rate as `RATES` says."""
     metric, _, statistic = name.rpartition("_")
-    return f"{metric.upper()} {statistic}"
+    return RATES.get(name) or f"{metric.upper()} {statistic}"
 
 
 def times(ratio: float) -> str:
@@ -163,7 +171,7 @@ def times(ratio: float) -> str:
 
 def vertical_sentence(pair: Pair, name: str) -> str:
     """`TTFT p99 of A is 1.9–2.1× lower than of B between 1 and 8 QPS.`; levels that do not count are left out."""
-    rows = [row for row in pair.vertical if row.figure == name and not row.mark and row.ratio]
+    rows = [row for row in (*pair.rates, *pair.vertical) if row.figure == name and not row.mark and row.ratio]
     title = figure_title(name)
     if not rows:
         return f"{title}: no level tells {pair.first} and {pair.second} apart."

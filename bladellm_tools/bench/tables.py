@@ -157,6 +157,23 @@ def ratio_text(ratio: Ratio | None) -> str:
     return f"{ratio.bound} {times(ratio.value)}{span}".strip()
 
 
+def rate_table(pair: Pair) -> str:
+    """What as many streams get done: both rates, and first over second."""
+    header = ["level", "figure", pair.first, pair.second, "ratio (95 %)", "marks"]
+    rows = [
+        [
+            row.load.label,
+            figure_title(row.figure),
+            number(row.first),
+            number(row.second),
+            ratio_text(row.ratio),
+            row.mark,
+        ]
+        for row in pair.rates
+    ]
+    return aligned(header, rows, left=2)
+
+
 def vertical_table(pair: Pair) -> str:
     """Latency at equal load: both values, first over second, and how many times lower the first one's is."""
     header = ["level", "figure", f"{pair.first} ms", f"{pair.second} ms", "ratio (95 %)", "times lower (95 %)", "marks"]
@@ -192,9 +209,10 @@ def horizontal_table(pair: Pair) -> str:
 
 
 def pair_text(pair: Pair) -> str:
-    """Both tables and the sentences."""
-    parts = [vertical_table(pair), horizontal_table(pair) if pair.horizontal else "", "\n".join(pair.summary)]
-    return "\n\n".join(part for part in parts if part)
+    """The tables that have rows, and the sentences."""
+    parts = [rate_table(pair)] if pair.rates else []
+    parts += [vertical_table(pair), *([horizontal_table(pair)] if pair.horizontal else []), "\n".join(pair.summary)]
+    return "\n\n".join(parts)
 
 
 def level_text(level: LevelFigures) -> str:

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from bladellm_tools.bench.compare import VERTICAL, Ratio, compare
+from bladellm_tools.bench.compare import RATES, VERTICAL, Ratio, compare
 from bladellm_tools.bench.records import LevelRun, Load, Outcome
 from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.stats import Interval
-from tests.bench.synthetic import benchmark_of, failed, queue_run, run_of
+from bladellm_tools.bench.tables import pair_text
+from tests.bench.synthetic import answered, benchmark_of, failed, queue_run, run_of
 from tests.support.cases import drawn_of
 
 SERVICE = 0.1
@@ -53,6 +54,41 @@ def test_a_known_factor_is_recovered_vertically(repeats: int) -> None:
     sentences = dict(zip(VERTICAL, pair.summary, strict=True))
     assert ("more --repeats" in sentences["ttft_p99"]) == (repeats == 1)
     assert sentences["ttft_p50"] == "TTFT p50 of fast is 2× lower than of slow between 1 and 6 QPS."
+
+
+def loop(endpoint: str, streams: int, repeat: int, seconds: float) -> LevelRun:
+    """Each stream asks again when it has been answered, after so many seconds; for about a minute."""
+    gaps = (seconds / 10,) * 9
+    records = [
+        answered(stream * seconds / streams + turn * seconds, ttft=seconds / 10, gaps=gaps)
+        for turn in range(int(60 / seconds))
+        for stream in range(streams)
+    ]
+    return run_of(records, load=Load(concurrency=streams), endpoint=endpoint, repeat=repeat)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_closed_loops_are_compared_by_what_they_get_done(repeats: int) -> None:
+    """As many streams whose requests take 1.5 times as long get two thirds of them done."""
+    runs = [
+        loop(endpoint, streams, repeat, seconds * (1 + 0.01 * repeat))
+        for streams in (8, 32)
+        for repeat in range(repeats)
+        for endpoint, seconds in (("fast", 1.0), ("slow", 1.5))
+    ]
+    (pair,) = compare(benchmark_of(runs), []).pairs
+    assert [row.figure for row in pair.rates] == 2 * list(RATES)
+    for row in pair.rates:
+        assert row.first == pytest.approx((row.load.concurrency or 0) * (10 if "tokens" in row.figure else 1), rel=0.03)
+        assert row.ratio is not None
+        assert row.ratio.value == pytest.approx(1.5, rel=0.02)
+        assert (row.ratio.interval is None) == (repeats == 1)
+    # One run has no interval, and carries no claim.
+    said = "is 1.5× higher than of slow between" if repeats > 1 else "over slow is 1.5× between"
+    assert pair.summary[0].startswith(f"requests/s of fast {said} 8 and 32 streams")
+    assert len(pair.summary) == len(RATES) + len(VERTICAL)
+    first, *_ = pair_text(pair).split("\n\n")
+    assert [line.split()[2] for line in first.splitlines()[1:]] == ["requests/s", "output"] * 2
 
 
 @pytest.mark.parametrize("repeats", drawn_of([3, 1], 1))
