@@ -47,7 +47,8 @@ class WordText:
         return self.fit([" ".join(self._drawn(count, rng)) for count in counts], counts, rng)
 
     def fit(self, texts: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> list[str]:
-        """The texts with words more or less at their ends, so that they have so many tokens."""
+        """The texts with words more or less at their ends, so that they have so many tokens; without a tokenizer, as
+        they are."""
         return list(texts)
 
     def _drawn(self, count: int, rng: np.random.Generator) -> list[str]:
