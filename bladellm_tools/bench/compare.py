@@ -75,7 +75,7 @@ class Pair:
     def summary(self) -> list[str]:
         """The result in sentences: one a figure, one a limit."""
         names = [*(RATES if self.rates else ()), *VERTICAL]
-        sentences = [vertical_sentence(self, name) for name in names]
+        sentences = [figure_sentence(self, name) for name in names]
         return [*sentences, *(horizontal_sentence(self, row) for row in self.horizontal)]
 
 
@@ -169,7 +169,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.3g}×"
 
 
-def vertical_sentence(pair: Pair, name: str) -> str:
+def figure_sentence(pair: Pair, name: str) -> str:
     """`TTFT p99 of A is 1.9–2.1× lower than of B between 1 and 8 QPS.`; levels that do not count are left out."""
     rows = [row for row in (*pair.rates, *pair.vertical) if row.figure == name and not row.mark and row.ratio]
     title = figure_title(name)

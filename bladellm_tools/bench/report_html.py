@@ -153,16 +153,6 @@ def crossing_table(crossings: Sequence[Crossing]) -> str:
 def pair_section(pair: Pair) -> str:
     """The ratios of two endpoints, in both forms."""
     first, second = escape(pair.first), escape(pair.second)
-    rates = [
-        [
-            escape(row.load.label), figure_title(row.figure), number(row.first), number(row.second),
-            escape(ratio_text(row.ratio)), f"<small>{escape(row.mark)}</small>",
-        ]
-        for row in pair.rates
-    ]  # fmt: skip
-    streams = "<h3>What as many streams get done</h3>" + table(
-        ["load", "figure", first, second, "ratio (95 %)", ""], rates
-    )
     vertical = [
         [
             escape(row.load.label), figure_title(row.figure), milliseconds(row.first), milliseconds(row.second),
@@ -176,11 +166,24 @@ def pair_section(pair: Pair) -> str:
         for row in pair.horizontal
     ]
     return (
-        f"<h2>{first} against {second}</h2>{streams if rates else ''}<h3>Latency at equal load</h3>"
+        f"<h2>{first} against {second}</h2>{rate_section(pair)}<h3>Latency at equal load</h3>"
         + table(["load", "figure", f"{first} ms", f"{second} ms", "ratio (95 %)", "times lower (95 %)", ""], vertical)
         + "<h3>Load at equal latency</h3>"
         + table(["limit", first, second, "ratio (95 %)"], horizontal)
     )
+
+
+def rate_section(pair: Pair) -> str:
+    """What as many streams get done, of both endpoints; empty without closed loops."""
+    rows = [
+        [
+            escape(row.load.label), figure_title(row.figure), number(row.first), number(row.second),
+            escape(ratio_text(row.ratio)), f"<small>{escape(row.mark)}</small>",
+        ]
+        for row in pair.rates
+    ]  # fmt: skip
+    header = ["load", "figure", escape(pair.first), escape(pair.second), "ratio (95 %)", ""]
+    return f"<h3>What as many streams get done</h3>{table(header, rows)}" if rows else ""
 
 
 def milliseconds(seconds: float | None) -> str:
