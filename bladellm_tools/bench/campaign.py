@@ -17,7 +17,7 @@ from bladellm_tools.bench.level import run_level
 from bladellm_tools.bench.live import View
 from bladellm_tools.bench.loads import amount
 from bladellm_tools.bench.metrics import LevelSummary, summarise
-from bladellm_tools.bench.records import LevelRun, Load
+from bladellm_tools.bench.records import LevelRun, Load, PlannedRequest
 from bladellm_tools.bench.slo import SloLimit
 from bladellm_tools.bench.stopping import StopRule
 from bladellm_tools.bench.target import Target, resolve_target
@@ -88,6 +88,7 @@ class Campaign:
     summaries: list[LevelSummary] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _gone: set[str] = field(default_factory=set)
+    _drawn: tuple[object, list[PlannedRequest]] = (None, [])
 
     async def take(self, turns: Sequence[Turn]) -> None:
         """Take the turns, but those beyond a level at which their endpoint's sweep ends."""
@@ -135,12 +136,19 @@ class Campaign:
         Raises `UserError` where there is no server, `InterruptedCampaignError` when told to stop before it began.
         """
         target = await self._unless_stopped(self.servers.target(turn.endpoint))
-        plan = plan_requests(self.workload, level, turn.load, turn.repeat, target.tokenizer)
+        plan = self._plan(level, turn, target.tokenizer)
         self.view.level_begins(turn.endpoint.name, turn.load, self.run_name(turn.repeat), len(plan))
         seed = self.workload.seed
         run = await run_level(target, plan, turn.load, level, turn.repeat, seed, self.view.on_event, self.stop)
         run.aborted = self.servers.ended(turn.endpoint) or run.aborted
         return run
+
+    def _plan(self, level: LevelArgs, turn: Turn, tokenizer: str | None) -> list[PlannedRequest]:
+        """What is asked of every endpoint; drawn once for those that take turns with it, which takes seconds."""
+        drawn_for = (level, turn.load, turn.repeat, tokenizer)
+        if self._drawn[0] != drawn_for:
+            self._drawn = drawn_for, plan_requests(self.workload, level, turn.load, turn.repeat, tokenizer)
+        return self._drawn[1]
 
     def run_name(self, repeat: int) -> str:
         """Which repeat, for people."""

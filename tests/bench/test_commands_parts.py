@@ -6,6 +6,8 @@ import random
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from bladellm_runtime.errors import ConfigError, UserError
 from bladellm_tools import cli
+from bladellm_tools.bench import campaign as campaign_module
 from bladellm_tools.bench.args import (
     LevelArgs,
     MockArgs,
@@ -22,6 +25,7 @@ from bladellm_tools.bench.args import (
     TargetArgs,
     WorkloadArgs,
 )
+from bladellm_tools.bench.campaign import Campaign
 from bladellm_tools.bench.effects import check_effects
 from bladellm_tools.bench.endpoints import Endpoint, Server, parse_endpoint
 from bladellm_tools.bench.environment import environment, flags_in_effect, shown_url, without_secrets
@@ -33,14 +37,16 @@ from bladellm_tools.bench.merging import merged
 from bladellm_tools.bench.metrics import summarise
 from bladellm_tools.bench.mock import check_mock
 from bladellm_tools.bench.plot_curves import spread
-from bladellm_tools.bench.records import Load
+from bladellm_tools.bench.records import LevelRun, Load, PlannedRequest
 from bladellm_tools.bench.search import passes, why_unknown
 from bladellm_tools.bench.selfcheck import checks_of
 from bladellm_tools.bench.slo import parse_slo
 from bladellm_tools.bench.stopping import parse_rules
 from bladellm_tools.bench.turns import make_turns
+from bladellm_tools.bench.workload import plan_requests
 from bladellm_tools.recipe import read_recipe
 from tests.bench.simulated import simulated_benchmark, simulated_run
+from tests.bench.synthetic import run_of
 from tests.tools.command import ROOT
 
 A, B, C = (Endpoint(name, url=f"http://{name}") for name in "abc")
@@ -128,6 +134,37 @@ def test_turns_are_abab_level_by_level_and_fair() -> None:
         for order in ("abab", "random"):
             turns = make_turns(endpoints, LEVELS, 3, order, random.randrange(100))
             assert len(set(turns)) == len(turns) == 9 * len(endpoints)
+
+
+def test_endpoints_that_take_turns_get_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that would be drawn for each, and never that of another level or repeat."""
+    workload, level = WorkloadArgs(input_len=7), LevelArgs(num_requests=5, warmup=0)
+    asked, made = [], []
+
+    async def run_level(target: SimpleNamespace, plan: list[PlannedRequest], load: Load, *rest: object) -> LevelRun:
+        asked.append(plan)
+        return run_of([], load=load)
+
+    async def target(endpoint: Endpoint) -> SimpleNamespace:
+        return SimpleNamespace(tokenizer=None)
+
+    def drawn(*given: Any) -> list[PlannedRequest]:
+        made.append(given)
+        return plan_requests(*given)
+
+    monkeypatch.setattr(campaign_module, "run_level", run_level)
+    monkeypatch.setattr(campaign_module, "plan_requests", drawn)
+    servers = SimpleNamespace(target=target, ended=lambda endpoint: None)
+    view = SimpleNamespace(level_begins=lambda *given: None, on_event=None)
+
+    async def measured() -> None:
+        campaign = Campaign(workload, level, [], [], servers, view, asyncio.Event())
+        for turn in make_turns([A, B], LEVELS, 2, "abab", 0):
+            await campaign.measure(turn, level)
+            assert asked[-1] == plan_requests(workload, level, turn.load, turn.repeat)
+
+    asyncio.run(measured())
+    assert len(asked) == 2 * len(made) == 4 * len(LEVELS)
 
 
 def test_random_turns_follow_the_seed() -> None:
