@@ -43,7 +43,8 @@ test-all: setup  ## all tests that need no GPU
 	$(SPREAD) -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: setup  ## tests of the GPU, then the others on it
-	$(PYTEST) -m gpu $(PYTEST_ARGS)
+	$(PYTEST) -m whole_gpu $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "gpu and not whole_gpu" $(PYTEST_ARGS)
 	$(SPREAD) -m "not slow and not gpu" --device cuda $(PYTEST_ARGS)
 
 bench-gpu: setup  ## the tables of speed beside their goals; OUT=folder SHAPES="llama31-8b" PARTS="decode online" PEER="command"

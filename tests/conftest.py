@@ -45,9 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that measure times come first: they take longest, and share a process. Without the slow tests, those not
-    drawn of a family that takes turns are slow."""
+    """Tests that measure times come first: they take longest, and share a process. Those that need the whole GPU are
+    skipped beside other processes. Without the slow tests, those not drawn of a family that takes turns are slow."""
     items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
+    if hasattr(config, "workerinput"):
+        for item in items:
+            if item.get_closest_marker("whole_gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs the GPU to itself: run `-m whole_gpu` without -n"))
     if "not slow" in str(config.getoption("markexpr")):
         for item in resting(items):
             item.add_marker(pytest.mark.slow)

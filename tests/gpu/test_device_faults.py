@@ -18,6 +18,7 @@ pytestmark = [
 GRAPHS = pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 
 
+@pytest.mark.whole_gpu
 @GRAPHS
 @pytest.mark.parametrize("arena", ["cuda", "relocating"])
 def test_row_40_no_memory_left_beside_the_engine(demo_model, graphs, arena):

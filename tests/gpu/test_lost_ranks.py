@@ -22,6 +22,7 @@ WAYS = {
 FLAGS = {"device": "cuda", "kv_cache_gib": 0.5}
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("deed", ["killed rank", "halted rank"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_lost_rank_ends_everything_and_frees_the_gpus(way, deed, processes):

@@ -54,11 +54,9 @@ def test_scores_of_long_prompts_in_bf16_are_close(demo_model, format):
     assert (found[0] - found[1]).abs().max() < 1.0
 
 
+@pytest.mark.whole_gpu
 def test_default_graphs_share_their_memory(demo_model):
-    """All token counts take little more than the largest one's activations.
-
-    What the whole GPU has in use is compared: no other process may use it meanwhile.
-    """
+    """All token counts take little more than the largest one's activations, by what the whole GPU has in use."""
     used = []
     for sizes in ([0], []):
         options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 0.5, "cuda_graph_prefill_tokens": sizes}

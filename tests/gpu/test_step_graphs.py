@@ -145,11 +145,10 @@ def both(first, second) -> None:
     second()
 
 
+@pytest.mark.whole_gpu
 def test_default_graphs_share_their_memory(demo_model):
-    """36 batch sizes, captured before ready, take little more than the largest one's logits.
-
-    What the whole GPU has in use is compared: no other process may use it meanwhile.
-    """
+    """36 batch sizes, captured before ready, take little more than the largest one's logits, by what the whole GPU has
+    in use."""
     options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 0.5}
     used = []
     for disabled in (True, False):
