@@ -15,6 +15,7 @@ from hypothesis import settings
 from bladellm_runtime.garbage import keep_objects
 from bladellm_runtime.wire.contexts import _open
 from tests.support.cases import resting
+from tests.support.devices import lacking
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "recipes" / "models" / "demo"
@@ -45,13 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that measure times come first: they take longest, and share a process. Those that need the whole GPU are
-    skipped beside other processes. Without the slow tests, those not drawn of a family that takes turns are slow."""
+    """Tests that measure times come first: they take longest, and share a process. Those whose GPU is not to be had are
+    skipped. Without the slow tests, those not drawn of a family that takes turns are slow."""
     items.sort(key=lambda item: not item.nodeid.startswith(TIMED))
-    if hasattr(config, "workerinput"):
-        for item in items:
-            if item.get_closest_marker("whole_gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs the GPU to itself: run `-m whole_gpu` without -n"))
+    for item in items:
+        if reason := lacking(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
     if "not slow" in str(config.getoption("markexpr")):
         for item in resting(items):
             item.add_marker(pytest.mark.slow)

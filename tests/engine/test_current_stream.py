@@ -5,10 +5,7 @@ import torch
 
 from bladellm_runtime.engine.current_stream import CurrentStream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_it_follows_what_torch_takes_to_be_current():

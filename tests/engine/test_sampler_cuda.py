@@ -81,7 +81,6 @@ def test_arrays_packed_for_one_copy_come_out_as_they_went_in():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_draws_what_the_cpu_draws_and_never_synchronises():
     rng = random.Random(fresh_seed())
     requests = [Request([rng.randrange(VOCAB)], random_params(rng, VOCAB)) for _ in range(64)]

@@ -12,10 +12,7 @@ from tests.engine import reference
 from tests.engine.adapted import GREEDY, Family, ask, logprobs, make_family
 from tests.engine.test_adapters import MIX, PROMPTS, count_adapted
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 OPTIONS = {
     "device": "cuda", "kv_cache_gib": 0.5, "max_running_requests": 12, "enable_lora": True, "max_loras": 2,

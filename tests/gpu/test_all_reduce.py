@@ -8,8 +8,7 @@ import torch
 from tests.kernels.rank_processes import run_ranks
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+    pytest.mark.gpu(count=2),
     pytest.mark.timeout(600),
 ]
 MODULE = "tests.gpu.all_reduce_ranks"

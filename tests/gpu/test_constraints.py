@@ -3,15 +3,11 @@
 import random
 
 import pytest
-import torch
 
 from bladellm_runtime import LLM
 from tests.engine.constrained import GREEDY, answers, check, random_asked
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 OPTIONS = {"device": "cuda", "kv_cache_gib": 0.5, "max_running_requests": 11}
 GRAPHS = {"cuda_graph_batch_sizes": [1, 2, 5, 9], "cuda_graph_prefill_tokens": [64, 256]}

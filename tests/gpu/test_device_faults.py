@@ -2,7 +2,6 @@
 where nothing is. The engine runs in a process of its own, whose context is the one that is lost."""
 
 import pytest
-import torch
 
 from tests.engine import reference
 from tests.faults.conftest import assert_quiet
@@ -12,7 +11,6 @@ from tests.support.faulty_engine import TRIGGER
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(300),
 ]
 GRAPHS = pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])

@@ -5,10 +5,7 @@ import torch
 
 from bladellm_runtime import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),

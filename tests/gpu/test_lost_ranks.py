@@ -9,8 +9,7 @@ from tests.faults.test_ranks import assert_ends_by, rank_processes
 from tests.support.live import LiveServer
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+    pytest.mark.gpu(count=2),
     pytest.mark.timeout(240),
 ]
 processes = test_ranks.processes

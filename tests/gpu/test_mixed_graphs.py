@@ -10,10 +10,7 @@ from tests.engine.test_equality import assert_equal
 from tests.engine.test_mixed_graphs import count_mixed
 from tests.gpu.test_step_graphs import GREEDY, PROMPTS, WAYS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SIZES = {"cuda_graph_batch_sizes": [5, 11], "cuda_graph_prefill_tokens": [8, 24, 64, 200], "max_running_requests": 11}
 EAGER = {"disable_cuda_graph": True, "max_running_requests": 11}

@@ -9,9 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bladellm_runtime import LLM, SamplingParams
 from tests.engine.test_mixed_graphs import count_mixed
-from tests.kernels.test_one_pass_prefill import ON_HOPPER
 
-pytestmark = [pytest.mark.gpu, ON_HOPPER, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(hopper=True), pytest.mark.timeout(300)]
 
 LENGTHS = (900, 33, 301, 1500, 2, 640)
 CAPTURED: dict[str, Any] = {"cuda_graph_prefill_tokens": [256, 512], "cuda_graph_batch_sizes": [1, 8]}

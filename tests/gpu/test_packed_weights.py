@@ -3,16 +3,10 @@
 import random
 
 import pytest
-import torch
 
 from bladellm_runtime import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-    ),
-]
+pytestmark = pytest.mark.gpu(hopper=True)
 
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 0.5, "max_running_requests": 80}
 WAYS = ({}, {"disable_cuda_graph": True}, {"disable_overlap": True}, {"prefill_chunk_tokens": 9})

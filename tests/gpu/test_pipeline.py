@@ -5,10 +5,7 @@ import torch
 
 from bladellm_runtime import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(count=2)
 
 WAYS = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),

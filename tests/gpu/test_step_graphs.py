@@ -15,10 +15,7 @@ from tests.engine import reference
 from tests.engine.test_equality import assert_equal, greedy_params
 from tests.models.harness import random_prompt, save_tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 PROMPTS = [reference.PROMPTS[i % len(reference.PROMPTS)] for i in range(13)]
 GREEDY = greedy_params()

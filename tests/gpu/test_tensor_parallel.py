@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.test_equality import assert_equal
 from tests.gpu.tensor_parallel_answers import PROMPTS, SIZES, answers
 from tests.kernels.rank_processes import run_ranks
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+    pytest.mark.gpu(count=2),
     pytest.mark.timeout(600),
 ]
 WAYS: dict[str, dict[str, Any]] = {

@@ -3,14 +3,10 @@
 import random
 
 import pytest
-import torch
 
 from bladellm_runtime import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("graphs", [{"cuda_graph_prefill_tokens": [64, 256]}, {"disable_cuda_graph": True}])

@@ -14,11 +14,9 @@ from bladellm_kernels.cascade_decode_attention import (
 from bladellm_kernels.prefix_groups import PrefixGroup
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention_reference
 
-from tests.kernels.conditions import DEVICES, assert_close
+from tests.kernels.conditions import assert_close
 from tests.kernels.decode_support import decode_case
 from tests.kernels.interpreted import run_interpreted
-
-needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 
 
 def share(case, groups, members=1):
@@ -118,7 +116,6 @@ def test_interpreted(cases):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("format_name", ["no_quant", "int8", "int4", "fp8_e4m3"])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (5, 5, 64), (28, 4, 128)], ids=str)
@@ -129,7 +126,6 @@ def test_on_the_gpu(heads, format_name, paged):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_captured_graph_holds_for_other_groups():
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [900, 870, 3000, 1, 1300, 2000], "cuda", 128)
     expected = share(case, [PrefixGroup((0, 1, 2, 4, 5), 6)])

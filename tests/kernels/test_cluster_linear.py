@@ -30,9 +30,6 @@ from tests.kernels.chain_support import assert_replays_read_what_is_in_front
 from tests.kernels.conditions import assert_close
 from tests.support.cases import some_pairs
 
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-)
 BANKS = 32
 
 
@@ -242,8 +239,7 @@ def assert_right(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor |
     assert out._base[:, out.shape[1] :].isnan().all()
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize(
@@ -263,8 +259,7 @@ def test_on_a_gpu(rows, groups, cluster, dtype):
             assert torch.equal(first, out)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("turn", range(12))
 def test_random_schedules_on_a_gpu(turn):
     rows = random.randint(1, 256)
@@ -274,8 +269,7 @@ def test_random_schedules_on_a_gpu(turn):
     assert_right(x, weight, residual, out)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("launch_at", [0, 1, 2])
 @pytest.mark.parametrize("rows", [24, 128, 256])
 def test_a_chain_in_a_graph_reads_what_the_kernel_in_front_wrote(rows, launch_at):
@@ -301,8 +295,7 @@ def test_a_chain_in_a_graph_reads_what_the_kernel_in_front_wrote(rows, launch_at
     assert_replays_read_what_is_in_front(chain, given, (x, middle), expected)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_few_launches_are_kept(monkeypatch):
     monkeypatch.setattr(cluster_linear, "_launches", KeptLaunches(3))
     for _ in range(5):

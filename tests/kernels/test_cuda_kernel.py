@@ -236,12 +236,10 @@ def test_the_kernels_compile(compiled):
 
 @pytest.fixture
 def load(compiled):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper")
     return lambda name: CudaKernel(compiled[name], name, torch.cuda.current_device())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_clusters_share_memory_on_a_gpu(load):
     """Plainly, early one after another, and so in a captured graph."""
     kernel, blocks = load("cluster_sums"), 4 * 37
@@ -268,7 +266,7 @@ def test_clusters_share_memory_on_a_gpu(load):
         assert torch.equal(buffers[3], 3 * sums + replays)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_what_the_device_refuses_is_named_on_a_gpu(load):
     kernel, out = load("cluster_sums"), torch.zeros(64, device="cuda", dtype=torch.int32)
     with pytest.raises(RuntimeError, match="CUDA_ERROR"):
@@ -279,7 +277,7 @@ def test_what_the_device_refuses_is_named_on_a_gpu(load):
     assert out.sum().item() == 64, "the context goes on"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_a_tile_is_copied_by_its_map_on_a_gpu(load):
     kernel = load("copy_tile")
     matrix = torch.randn(50, 320, device="cuda").to(torch.bfloat16)[:, :256]

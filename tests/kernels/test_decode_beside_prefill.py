@@ -32,7 +32,6 @@ from bladellm_kernels.ragged_prefill_attention import ragged_prefill_attention_r
 from tests.kernels.conditions import assert_close
 from tests.kernels.decode_support import decode_case
 from tests.kernels.hopper import compiled_launches
-from tests.kernels.test_one_pass_prefill import ON_HOPPER
 from tests.kernels.test_ring_decode import aligned, random_work
 
 pytest.importorskip("triton")
@@ -138,8 +137,7 @@ def test_lists_beside_decodes_have_fewer_programs_and_all_chunks():
     assert LEAST_BESIDE <= used[1] < PROGRAMS
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (16, 8, 64)], ids=str)
 def test_steps_of_both_give_the_same_bits_as_in_turn(heads):
     """Layers of a captured step, each writing its queries and newest keys and values before, its outputs copied behind;

@@ -142,7 +142,6 @@ def test_the_kernels_interpreted_give_the_same():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["no_quant", "int8", "fp8_e4m3"])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (4, 4, 64)], ids=str)
 def test_a_captured_launch_serves_every_list(name, heads):

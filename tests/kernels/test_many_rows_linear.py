@@ -19,9 +19,6 @@ pytest.importorskip("triton")
 
 SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on a Hopper."""
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-)
 
 
 def problem(rows: int, outputs: int, inputs: int, parts: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -151,8 +148,7 @@ def test_the_gate_of_many_rows_takes_the_kernel(case, taken, monkeypatch):
     assert_close(found.as_subclass(torch.Tensor), linear_silu_mul_reference(x, weight).float(), dtype)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_the_gate_of_many_rows_on_a_gpu(monkeypatch):
     from bladellm_kernels import many_rows_linear
     from bladellm_kernels.linear import linear_silu_mul
@@ -170,8 +166,7 @@ def test_the_gate_of_many_rows_on_a_gpu(monkeypatch):
         assert_close(found, linear_silu_mul_reference(x, weight).float(), torch.bfloat16)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_replays_read_what_is_there_then():
     """A captured launch, its inputs written anew: nothing of the host's is needed."""
     from bladellm_kernels.linear import linear_silu_mul
@@ -188,8 +183,7 @@ def test_replays_read_what_is_there_then():
         assert_close(found, linear_silu_mul_reference(x, weight).float(), torch.bfloat16)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize(
     "sizes",
     [(8192, 14336, 4096), (1000, 6144, 4096), (257, 1000, 136), (128, 14336, 4096), (33, 7168, 4096), (5, 8, 8)],

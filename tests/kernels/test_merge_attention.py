@@ -140,7 +140,6 @@ def test_segments_interpreted():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 def test_segments_on_the_gpu():
     interpreted_segments("cuda")
 

@@ -24,9 +24,6 @@ pytest.importorskip("triton")
 SCALE = 0.1
 SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on a Hopper."""
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-)
 
 
 def problem(
@@ -233,8 +230,7 @@ def test_what_it_takes(case, taken, monkeypatch):
 ON_GPU = [*CASES, (300, 777, 32, 8), (2048, 2048, 32, 8), (0, 3000, 40, 40), (2048, 2048, 28, 4), (77, 1000, 64, 1)]
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("dim", [128, 64])
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_on_a_gpu(case, dim):
@@ -257,8 +253,7 @@ def any_chunks() -> list[tuple[int, int]]:
     return [(int(4096 ** random.random()) - 1, int(4096 ** random.random())) for _ in range(int(6 ** random.random()))]
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_any_chunks_on_a_gpu():
     from bladellm_kernels.one_pass_prefill import launch
 
@@ -269,8 +264,7 @@ def test_any_chunks_on_a_gpu():
         assert_all_right(out, q, kv, spans)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_replays_serve_what_the_list_says_then():
     """A captured launch whose inputs and list are written anew."""
     from bladellm_kernels.one_pass_prefill import launch_listed

@@ -16,7 +16,6 @@ from bladellm_kernels.packed_linear import PackedSchedule, launch_packed_linear,
 from bladellm_kernels.packed_weight import GATE_ROWS, NUMBER_BYTES, PATCHES, TILE_BYTES, PackedWeight, pack_weight
 
 from tests.kernels.packed_support import MODEL, NUMBER, emulated
-from tests.kernels.test_cluster_linear import ON_HOPPER
 from tests.support.cases import examples
 
 PROCESSOR_BYTES, CTA_BYTES = 228 << 10, 1024
@@ -203,8 +202,7 @@ def assert_right(
     assert out._base[:, out.shape[1] :].isnan().all()
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 24, 32, 40, 48, 63, 64])
 def test_on_a_gpu(rows, gated):
@@ -226,8 +224,7 @@ def test_on_a_gpu(rows, gated):
         assert_right(out, x, weight, residual, gated)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("launch_at", [0, 1, 2, None])
 @pytest.mark.parametrize("rows", [1, 16, 40, 64])
 def test_a_chain_reads_what_the_kernel_in_front_wrote(rows, launch_at):

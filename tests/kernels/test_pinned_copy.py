@@ -57,7 +57,6 @@ def test_a_thread_that_has_not_used_the_device_gets_its_context(answers, error, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_any_thread_may_copy():
     sent, there = torch.randn(100).pin_memory(), torch.zeros(100, device="cuda")
     stream = torch.cuda.Stream()
@@ -69,7 +68,6 @@ def test_any_thread_may_copy():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("by_driver", [True, False])
 def test_numbers_arrive_where_and_when_the_stream_says(by_driver, monkeypatch):
     if not by_driver:

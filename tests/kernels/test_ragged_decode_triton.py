@@ -14,13 +14,12 @@ from bladellm_kernels.decode_work import DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
-from tests.kernels.conditions import DEVICES, DTYPES, assert_close
+from tests.kernels.conditions import DTYPES, assert_close
 from tests.kernels.decode_support import FORMATS, FUSED, compiled_for_hopper, decode_case, plan
 from tests.kernels.interpreted import run_interpreted
 from tests.support.cases import some_of
 
 THIS = "tests.kernels.test_ragged_decode_triton"
-needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 
 
 def launched(case, window, schedule):
@@ -223,7 +222,6 @@ def test_every_format_compiled_for_hopper(format_name, heads, paged, monkeypatch
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (5, 5, 64), (12, 1, 256)], ids=str)
@@ -239,7 +237,6 @@ def test_on_the_gpu(dtype, format_name, heads, window, query_len, paged, granule
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("format_name", ["no_quant", "int8", "int4_affine"])
 @pytest.mark.parametrize("setting", [ALONE, FUSED], ids=str)
 def test_a_captured_graph_holds_for_other_lengths(format_name, setting):
@@ -266,7 +263,6 @@ def test_a_captured_graph_holds_for_other_lengths(format_name, setting):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(("setting", "stay_ns"), [(ALONE, 0), (FUSED, 0), (FUSED, 6000)], ids=str)
 def test_layers_of_a_graph_share_a_plan(setting, stay_ns):
     """Each kernel reads what the one before it wrote, though it starts before that one has ended; those that stay take
@@ -306,7 +302,6 @@ def test_layers_of_a_graph_share_a_plan(setting, stay_ns):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("format_name", ["no_quant", "int8"])
 def test_offsets_beyond_31_bits(format_name):
     """Two sequences at both ends of a memory of more than 2^32 elements."""
@@ -323,7 +318,6 @@ def test_offsets_beyond_31_bits(format_name):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("window", [None, 6])
 def test_it_never_waits_for_the_device(window):
     case = decode_case("int8", torch.bfloat16, (32, 8, 128), [3, 500], "cuda")

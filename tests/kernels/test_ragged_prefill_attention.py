@@ -129,7 +129,6 @@ def test_cudnn_is_for_half_precision_without_windows():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("name", ["no_quant", "int8"])
 def test_prefill_never_waits_for_the_device(window, name):

@@ -14,15 +14,13 @@ from bladellm_kernels.decode_work import DecodeWork, DecodeWorkspace
 from bladellm_kernels.kv_format import KV_FORMATS
 from bladellm_kernels.ragged_decode_attention import ragged_decode_attention, ragged_decode_attention_reference
 
-from tests.kernels.conditions import DEVICES, assert_close
+from tests.kernels.conditions import assert_close
 from tests.kernels.decode_support import FORMATS, Case, decode_case
 from tests.kernels.hopper import compiled_launches, spilled
 from tests.kernels.sass import spills_in_the_loop
 from tests.support.cases import drawn_of, some_pairs
 
 pytest.importorskip("triton")
-
-needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 
 
 class InPython:
@@ -284,7 +282,6 @@ def aligned(payload: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(
     ("heads", "query_len"), [((32, 8, 128), 1), ((8, 8, 64), 1), ((8, 4, 128), 3), ((16, 16, 128), 1)], ids=str
@@ -324,7 +321,6 @@ def test_replays_give_the_same_bits_whoever_comes_last(format_name, heads, query
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("growth", [0.0, 0.02, 0.3, 3.0])
 @pytest.mark.parametrize("format_name", ["no_quant", "int8", "fp8_e4m3"])
 def test_sums_follow_scores_that_grow_on_a_gpu(format_name, growth):
@@ -340,7 +336,6 @@ def test_sums_follow_scores_that_grow_on_a_gpu(format_name, growth):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_the_newest_tokens_are_those_that_the_kernel_before_wrote():
     """Each attention reads what the write in front of it left in the memory, although it loads before that ended."""
     case = decode_case("no_quant", torch.bfloat16, (32, 8, 128), [64, 65, 700, 1], "cuda", 256)

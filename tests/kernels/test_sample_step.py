@@ -22,9 +22,6 @@ from tests.kernels.sampling_support import ALARM, assert_best, chi_square_p, fre
 from tests.kernels.test_kv_rotary_write import spilled
 from tests.support.cases import some_of
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 RESULTS = ("tokens", "feedback", "last", "seen", "counts")
 """What `sampled` returns."""
 
@@ -225,7 +222,6 @@ def test_the_kernels_interpreted(check):
     run_interpreted("tests.kernels.test_sample_step", check)
 
 
-@GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32_003, 128_256, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -248,7 +244,6 @@ def one_row(rows: SampleRows, row: int) -> SampleRows:
     return SampleRows(rows.slots[row : row + 1], rows.positions[row : row + 1], mask_rows, rows.masks)
 
 
-@GPU
 @pytest.mark.gpu
 def test_one_captured_graph_serves_any_mix_of_rows():
     rng, vocab, count = seeded(), 50_257, 16

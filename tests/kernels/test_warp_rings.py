@@ -27,10 +27,6 @@ from tests.support.cases import some_pairs
 
 pytest.importorskip("triton")
 
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-)
-
 
 def compiled(plan: RingPlan, folder: Path) -> tuple[dict[str, int], SimpleNamespace]:
     """Resources of the kernel, and its cubin."""
@@ -165,8 +161,7 @@ def workspace_of(case: Case, schedule: DecodeSchedule) -> DecodeWorkspace:
     return workspace
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("ctas", SCHEDULES)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("format_name", warp_rings.FORMATS)
@@ -187,8 +182,7 @@ def test_on_a_gpu(lens, format_name, dtype, ctas, monkeypatch):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("ctas", SCHEDULES)
 @pytest.mark.parametrize("format_name", warp_rings.FORMATS)
 def test_replays_give_the_same_bits(format_name, ctas, monkeypatch):
@@ -222,8 +216,7 @@ def test_replays_give_the_same_bits(format_name, ctas, monkeypatch):
             assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("ctas", SCHEDULES)
 @pytest.mark.parametrize("lens", [[20_000], [64, 65, 700, 1], [33, 4096, 1]], ids=str)
 def test_the_newest_tokens_and_queries_are_those_that_the_kernels_before_wrote(lens, ctas, monkeypatch):
@@ -260,8 +253,7 @@ def test_the_newest_tokens_and_queries_are_those_that_the_kernels_before_wrote(l
             assert_close(out, ragged_decode_attention_reference(*memory, case.scale), torch.bfloat16)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_few_launches_are_kept(monkeypatch):
     monkeypatch.setattr(warp_rings, "MAX_LAUNCHES", 3)
     case = gpu_case("int4", torch.bfloat16, (8, 2, 128), [3000, 70])

@@ -30,10 +30,6 @@ from tests.kernels.conditions import assert_close
 from tests.kernels.wide_support import PROCESSORS, random_schedule
 from tests.support.cases import some_pairs
 
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-)
-
 
 class Results:
     """The index maps of results in `wide_linear.cu`, for all threads of a group at once, by its names."""
@@ -213,8 +209,7 @@ def assert_right(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found._base[:, found.shape[1] :].isnan().all()
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(("tokens", "groups"), [(64, 1), (128, 2), (128, 3), (144, 2), (192, 2), (256, 1), (256, 2)])
@@ -234,8 +229,7 @@ def test_gates_on_a_gpu(tokens, groups, cluster, dtype):
         assert torch.equal(first, out)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("turn", range(16))
 def test_random_schedules_on_a_gpu(turn):
     rows, outputs, inputs = random.randint(1, 2000), *(8 * random.randrange(1, most, 2) for most in (200, 800))
@@ -248,8 +242,7 @@ def test_random_schedules_on_a_gpu(turn):
     assert_right(out, expected)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("tokens", "groups"), [(64, 3), (128, 2), (256, 2)])
 def test_residuals_on_a_gpu(tokens, groups, in_place):
@@ -264,8 +257,7 @@ def test_residuals_on_a_gpu(tokens, groups, in_place):
         assert_right(out, expected)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 @pytest.mark.parametrize("stream_k", [True, False])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster, stream_k):
@@ -292,8 +284,7 @@ def test_in_a_graph_it_reads_what_the_kernel_in_front_wrote(cluster, stream_k):
     assert_replays_read_what_is_in_front(chain, given, (x, middle), expected)
 
 
-@ON_HOPPER
-@pytest.mark.gpu
+@pytest.mark.gpu(hopper=True)
 def test_few_launches_are_kept(monkeypatch):
     monkeypatch.setattr(wide_linear, "_launches", KeptLaunches(3))
     for _ in range(5):

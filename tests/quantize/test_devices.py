@@ -73,7 +73,6 @@ def test_errors_are_the_same_on_several_devices(options, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("offload", [True, False])
 def test_cuda_gives_what_the_cpu_gives(offload, tmp_path):
     save_model(tmp_path / "model", "qwen3")
@@ -84,8 +83,7 @@ def test_cuda_gives_what_the_cpu_gives(offload, tmp_path):
     assert [report.error for report in other.modules] == pytest.approx([one.error for one in one.modules], rel=0.25)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu(count=2)
 def test_two_gpus_give_what_one_gives(tmp_path):
     save_model(tmp_path / "model")
     job = {"algorithm": "smoothquant", "scheme": W8A8, "windows": windows()}
