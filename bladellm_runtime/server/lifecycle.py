@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -27,7 +27,7 @@ from bladellm_runtime.server.place import Place
 from bladellm_runtime.server.state import ServerState, make_state, served_names
 from bladellm_runtime.text.tokenizer import Tokenizer
 from bladellm_runtime.wire.client import EngineClient
-from bladellm_runtime.wire.engine_process import DEFAULT_COMMAND, EngineProcess
+from bladellm_runtime.wire.engine_process import EngineProcess
 from bladellm_runtime.wire.signals import STOP_SIGNALS
 from bladellm_runtime.wire.transport import EnginePort
 
@@ -51,14 +51,14 @@ def serve(
     model_folder: Path,
     *,
     on_ready: OnReady | None = None,
-    engine: EngineProcess | Sequence[str] | None = None,
+    engine: EngineProcess | None = None,
 ) -> int:
     """Serve the model in `model_folder` until SIGTERM, SIGINT or the engine's end; returns the exit code.
 
     0 after a signal: the first one makes `/ready` answer 503 and refuses new requests, running ones may finish within
     --shutdown_timeout; the second one ends them at once. 1 when the engine died. `on_ready` gets the URL and the
-    engine's client; engine: its process, or the command that starts one, None for the usual one. Raises `UserError`
-    when the server cannot start, a signal during the start included.
+    engine's client; engine: its process, None for a thread of this one. Raises `UserError` when the server cannot
+    start, a signal during the start included.
     """
     # What it would refuse is refused before the engine loads anything.
     make_adapters(args, served_names(args), None).close()
@@ -68,7 +68,7 @@ def serve(
     try:
         allow_descriptors(args.max_connections)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve_first(args, model_folder, listener, on_ready, engine or DEFAULT_COMMAND))
+            return runner.run(_serve_first(args, model_folder, listener, on_ready, engine))
     finally:
         listener.close()
 
@@ -78,7 +78,7 @@ async def _serve_first(
     model_folder: Path,
     listener: socket.socket,
     on_ready: OnReady | None,
-    engine: EngineProcess | Sequence[str],
+    engine: EngineProcess | None,
 ) -> int:
     """Run the first front end, with all that is its to start."""
     front_ends = FrontEnds(args, model_folder, listener, args.frontend_processes)
@@ -220,7 +220,7 @@ class FirstServer(Server):
         args: ServingArgs,
         model_folder: Path,
         listener: socket.socket,
-        engine: EngineProcess | Sequence[str],
+        engine: EngineProcess | None,
         front_ends: FrontEnds,
     ) -> None:
         super().__init__(args, model_folder, listener, front_ends.place)
@@ -250,7 +250,7 @@ class FirstServer(Server):
         return client
 
     async def _start_own_engine(self) -> EngineClient:
-        if not self._args.disable_frontend_multiprocessing:
+        if self._engine is not None:
             return await EngineClient.start_process(self._engine, self._args, ENGINE_START_SECONDS)
         from bladellm_runtime.engine.process import run_engine
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, Self
 
 import zmq
@@ -94,8 +94,8 @@ class EngineClient:
         self._exit_watch: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start_process(cls, engine: EngineProcess | Sequence[str], args: EngineArgs, ready_timeout: float) -> Self:
-        """Have an engine process, or one of that command, serve, and wait until it can.
+    async def start_process(cls, engine: EngineProcess, args: EngineArgs, ready_timeout: float) -> Self:
+        """Have an engine process serve, and wait until it can; it does not outlive the client.
 
         Raises `UserError`, with the engine's own sentence where it sent one, when it fails, exits or takes too long.
         """

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -46,38 +46,33 @@ class EngineHost(Protocol):
 
 
 class ProcessHost:
-    """An engine process, which has been started or is by `start`."""
+    """An engine process, which `start` tells what to serve."""
 
-    def __init__(self, engine: EngineProcess | Sequence[str], address: str, args: EngineArgs) -> None:
-        """engine: the process, or the command that starts one."""
-        self._engine = engine
+    def __init__(self, process: EngineProcess, address: str, args: EngineArgs) -> None:
+        self._process = process
         self._line = launch_line(address, args)
-        self._process: EngineProcess | None = None
         self._loop = asyncio.get_running_loop()
         self._code: asyncio.Future[int] = self._loop.create_future()
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
     owned = True
 
     @property
-    def process_id(self) -> int | None:
+    def process_id(self) -> int:
         """The process id, also after its end."""
-        return None if self._process is None else self._process.pid
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
         """True while the process runs."""
-        return self._process is not None and not self._code.done()
+        return not self._code.done()
 
     async def start(self) -> None:
         """Tell the process what to serve."""
-        self._process = self._engine if isinstance(self._engine, EngineProcess) else EngineProcess(self._engine)
-        threading.Thread(target=self._watch, args=(self._process,), name="engine-watch", daemon=True).start()
         self._process.write(self._line)
 
     async def wait(self) -> str:
         """Wait for the process; says its exit code or signal."""
-        if self._process is None:
-            return "the engine process was not started"
         code = await asyncio.shield(self._code)
         return (
             f"the engine process was killed by signal {-code}" if code < 0 else f"the engine process exited with {code}"
@@ -85,20 +80,17 @@ class ProcessHost:
 
     async def stop(self, timeout: float) -> None:
         """Wait, then close its standard input, which ends it, then kill it."""
-        process = self._process
-        if process is None:
-            return
         if not await self._ended_within(timeout):
-            process.end_input()
+            self._process.end_input()
             if not await self._ended_within(min(timeout, 1.0)):
                 if timeout > 0:
-                    logger.info("the engine did not exit in time; killing process %d", process.pid)
-                process.kill()
+                    logger.info("the engine did not exit in time; killing process %d", self.process_id)
+                self._process.kill()
                 await self._ended_within(KILL_SECONDS)
-        process.end_input()
+        self._process.end_input()
 
-    def _watch(self, process: EngineProcess) -> None:
-        code = process.wait()
+    def _watch(self) -> None:
+        code = self._process.wait()
         # The loop may have ended before.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._code.set_result, code)

@@ -29,6 +29,7 @@ from bladellm_runtime.server.lifecycle import serve
 from bladellm_runtime.server.limits import UNAVAILABLE, Admission, Failure, error_of
 from bladellm_runtime.server.listener import allow_descriptors, bind, url_of
 from bladellm_runtime.server.shared_counts import SharedCounts
+from bladellm_runtime.wire.engine_process import EngineProcess
 from tests.conftest import DEMO
 
 BOUNDS = (0.001, 0.5, 1.0, 2.0, 100.0)
@@ -233,7 +234,7 @@ def test_flags_are_refused_before_the_model_is_loaded(tmp_path, flags, said):
     given = {name: value.format(folder=tmp_path) if isinstance(value, str) else value for name, value in flags.items()}
     lora = {"enable_lora": True, "lora_dir": str(tmp_path)} if "admin_api_key_file" in flags else {}
     with pytest.raises(ConfigError, match=said):
-        serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path, engine=["false"])
+        serve(ServingArgs(model="m", port=0, **lora, **given), tmp_path)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused_while_the_engine_still_starts(tmp_path):
@@ -242,8 +243,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused_while_the_engine_still_starts(
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8191}))
     never = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(CheckpointError, match="has 8192 tokens, above the vocab_size 8191"):
-        serve(ServingArgs(model="m", port=0), tmp_path, engine=never)
+    refused = pytest.raises(CheckpointError, match="has 8192 tokens, above the vocab_size 8191")
+    with EngineProcess(never) as engine, refused:
+        serve(ServingArgs(model="m", port=0), tmp_path, engine=engine)
 
 
 @pytest.mark.parametrize(

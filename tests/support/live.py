@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -307,15 +307,17 @@ def main() -> int:
     from bladellm_runtime.config import ServingArgs
     from bladellm_runtime.errors import UserError
     from bladellm_runtime.server.lifecycle import serve
+    from bladellm_runtime.wire.engine_process import DEFAULT_COMMAND, EngineProcess
 
     launch = json.loads(sys.argv[1])
-    args = ServingArgs(**launch["args"])
+    args, command = ServingArgs(**launch["args"]), launch["command"] or DEFAULT_COMMAND
 
     def on_ready(address: str, client: Any) -> None:
         print(json.dumps({"url": address, "engine_pid": client.process_id}), flush=True)
 
     try:
-        return serve(args, Path(args.model), on_ready=on_ready, engine=launch["command"])
+        with nullcontext() if args.disable_frontend_multiprocessing else EngineProcess(command) as engine:
+            return serve(args, Path(args.model), on_ready=on_ready, engine=engine)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

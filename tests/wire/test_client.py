@@ -13,6 +13,7 @@ from bladellm_runtime.config import EngineArgs, ServingArgs
 from bladellm_runtime.errors import UserError
 from bladellm_runtime.request import FinishReason, SamplingParams
 from bladellm_runtime.wire.client import EngineClient
+from bladellm_runtime.wire.engine_process import EngineProcess
 from bladellm_runtime.wire.host import ProcessHost
 from bladellm_runtime.wire.messages import AddRequest, EngineFailed, RequestDelta
 from tests.support.fake_engine import FakeSettings, fake_ready, run_fake_engine
@@ -71,7 +72,7 @@ async def started_thread(**settings):
 
 
 async def started_process():
-    return await EngineClient.start_process(FAKE, EngineArgs(), 20)
+    return await EngineClient.start_process(EngineProcess(FAKE), EngineArgs(), 20)
 
 
 @pytest.mark.parametrize("start", [started_thread, started_process])
@@ -219,7 +220,9 @@ def test_heartbeat_age_grows_only_while_the_engine_is_silent():
 def test_an_engine_that_does_not_start_is_one_sentence(command, part):
     async def body():
         with pytest.raises(UserError, match=part) as caught:
-            await EngineClient.start_process(command, ServingArgs(), 0.5 if "sleep(60)" in command[-1] else 20)
+            await EngineClient.start_process(
+                EngineProcess(command), ServingArgs(), 0.5 if "sleep(60)" in command[-1] else 20
+            )
         assert "\n" not in str(caught.value)
 
     asyncio.run(body())
@@ -231,7 +234,7 @@ def test_an_engine_that_ends_before_it_is_told_anything_is_one_sentence(loop, mo
 
     async def body():
         with pytest.raises(UserError, match="the engine process exited with 7"):
-            await EngineClient.start_process(["sh", "-c", "exit 7"], EngineArgs(), 20)
+            await EngineClient.start_process(EngineProcess(["sh", "-c", "exit 7"]), EngineArgs(), 20)
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(body())
@@ -295,7 +298,7 @@ def threads_left() -> int:
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_an_engine_that_ended_unnoticed_is_stopped_without_ado(loop):
     async def scenario():
-        host = ProcessHost([sys.executable, "-c", "input()"], "ipc://unused", EngineArgs())
+        host = ProcessHost(EngineProcess([sys.executable, "-c", "input()"]), "ipc://unused", EngineArgs())
         await host.start()
         time.sleep(0.5)  # not asyncio's: the loop must not hear of the end
         await host.stop(0.0)
