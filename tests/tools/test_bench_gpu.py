@@ -76,7 +76,9 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path):
 @pytest.mark.timeout(240)
 def test_starts_and_a_server_under_load(tmp_path):
     load = "--input_len 9 --output_len 3 --duration 0.5 --min_requests 6 --warmup 0.1"
-    online = ("--flags", "--kv_cache_gib 0.02", "--qps", "20", "--concurrency", "2", "--bench_flags", load)
+    fastest = "--packed_weights auto --kv_cache_quant fp12_e4m7 --precompute_first_layer"
+    flags = f"--flags=--kv_cache_gib 0.02 {fastest}"
+    online = (flags, "--qps", "20", "--concurrency", "2", "--bench_flags", load)
     options = ("--start_options", "kv_cache_gib=0.02 max_model_len=64")
     parts = ("--parts", "start", "online", *options, "--models", str(tmp_path / "models"))
     done = bench(tmp_path / "out", *parts, "--online_flags", "--max_model_len", "128", *online)
