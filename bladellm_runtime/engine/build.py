@@ -19,11 +19,11 @@ from bladellm_runtime.engine.cuda_capture import Capture
 from bladellm_runtime.engine.kernel_compiles import KERNEL_COMPILES
 from bladellm_runtime.engine.launch_timer import LaunchTimer
 from bladellm_runtime.engine.measure_steps import measure_step_cost
-from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.rank_place import RankPlace
 from bladellm_runtime.engine.ranked_loader import RankedLoader
 from bladellm_runtime.engine.ranked_runner import RankedRunner, lost_group
+from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.step_graphs import eager_sizes
 from bladellm_runtime.engine.warm_up import warm_up
 from bladellm_runtime.errors import ConfigError
@@ -126,13 +126,33 @@ def make_engine(
     constraints: Constraints,
     ranked: RankedRunner | None = None,
 ) -> Engine:
-    """Join a runner with a scheduler, warm it up and learn what its steps cost. ranked: the runner with other ranks."""
+    """Join a runner with a scheduler, warm both up and learn what steps cost. ranked: the runner with other ranks."""
+    args, runner = built.args, ranked or built.runner
     with record.times.phase("read vocabulary"):
         constraints.wait()
-    args, kv_spec, arena, limits = built.args, built.kv_spec, built.arena, built.limits
-    runner = ranked or built.runner
+    core = make_core(built, runner, constraints, make_adapters(args, built, ranked))
+    with record.times.phase("warm up"):
+        warm_up_steps(core, runner, built)
+    with record.times.phase("time steps"):
+        pace_steps(args, core, built.limits, built.kv_spec, built.device, runner.mixed_sizes)
+    if args.enable_json_warmup:
+        with record.times.phase("warm up JSON"):
+            constraints.warm_up()
+    if ranked is None:
+        core.survive_full_memory()
+    else:
+        ranked.serve()
+    keep_kernel_list(args, folder, built.device)
+    return Engine(core, announce(spec, built, record), built.arena)
+
+
+def make_core(
+    built: BuiltRunner, runner: ModelRunner | RankedRunner, constraints: Constraints, adapters: Adapters
+) -> EngineCore:
+    """Join a runner with a scheduler. runner: that of `built`, or the one that leads other ranks, too."""
+    args, arena, count = built.args, built.arena, built.args.micro_batches
     memory = KvAccounting(
-        kv_spec,
+        built.kv_spec,
         shares=arena.shares,
         sticky=arena.sticky,
         prompt_cache=not args.disable_prompt_cache,
@@ -140,37 +160,29 @@ def make_engine(
     )
     sharing = None
     if built.cascade is not None and runner.shared_rows:
-        sharing = sharing_rule(built.cascade, kv_spec, runner.shared_rows)
-    overlap, count = not args.disable_overlap, args.micro_batches
-    scheduler = Scheduler(limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
-    adapters = make_adapters(args, built, ranked)
-    core = EngineCore(
+        sharing = sharing_rule(built.cascade, built.kv_spec, runner.shared_rows)
+    overlap = not args.disable_overlap
+    scheduler = Scheduler(built.limits, memory, sharing=sharing, micro_batches=MicroBatches(count, each=1 + overlap))
+    return EngineCore(
         scheduler, runner, overlap=overlap, micro_batches=count,
         room=WaitingRoom([constraints, adapters]), constraints=constraints, adapters=adapters,
     )  # fmt: skip
-    with record.times.phase("warm up"):
-        # Captured steps have their kernels; those that no graph will serve need some of their own.
-        runner.use_mixed_graphs(False)
-        thorough, rows = built.device.type == "cuda", eager_sizes(args)
-        # Captured steps, which run all layers, may read what no rehearsal has written: requests end early then.
-        with built.model.rehearsal():
-            warm_up(
-                core, limits, thorough=thorough, micro_batches=count, decode_rows=rows,
-                slots=kv_spec.num_slots, adapted=args.enable_lora,
-            )  # fmt: skip
-        runner.use_mixed_graphs(True)
-        warm_up(core, limits, thorough=False, adapted=args.enable_lora)
-    with record.times.phase("time steps"):
-        pace_steps(args, core, limits, kv_spec, built.device, runner.mixed_sizes)
-    if args.enable_json_warmup:
-        with record.times.phase("warm up JSON"):
-            constraints.warm_up()
-    if ranked is None:
-        core.recovery = MemoryRecovery(scheduler)
-    else:
-        ranked.serve()
-    keep_kernel_list(args, folder, built.device)
-    return Engine(core, announce(spec, built, record), arena)
+
+
+def warm_up_steps(core: EngineCore, runner: ModelRunner | RankedRunner, built: BuiltRunner) -> None:
+    """Run requests of every kind, so that no step that is served compiles or allocates for the first time."""
+    args, limits = built.args, built.limits
+    # Captured steps have their kernels; those that no graph will serve need some of their own.
+    runner.use_mixed_graphs(False)
+    thorough, rows = built.device.type == "cuda", eager_sizes(args)
+    # Captured steps, which run all layers, may read what no rehearsal has written: requests end early then.
+    with built.model.rehearsal():
+        warm_up(
+            core, limits, thorough=thorough, micro_batches=args.micro_batches, decode_rows=rows,
+            slots=built.kv_spec.num_slots, adapted=args.enable_lora,
+        )  # fmt: skip
+    runner.use_mixed_graphs(True)
+    warm_up(core, limits, thorough=False, adapted=args.enable_lora)
 
 
 def make_adapters(args: EngineArgs, built: BuiltRunner, ranked: RankedRunner | None) -> Adapters:

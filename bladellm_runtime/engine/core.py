@@ -97,8 +97,7 @@ class EngineCore:
         self._pacer: StepPacer | None = None
         self.watch: Callable[[StepPlan, float], None] | None = None
         """Called with each completed step and the seconds that it took."""
-        self.recovery: MemoryRecovery | None = None
-        """Says how to go on when a step runs out of memory; without it `step` raises."""
+        self._recovery: MemoryRecovery | None = None
         self._device_lost = False
 
     @property
@@ -176,9 +175,9 @@ class EngineCore:
         try:
             self._step(deltas)
         except StepMemoryError as error:
-            if self.recovery is None:
+            if self._recovery is None:
                 raise
-            deltas += self._recover(self.recovery, error)
+            deltas += self._recover(self._recovery, error)
         return deltas
 
     def _refusal(self, request: AddRequest) -> RequestDelta | None:
@@ -224,6 +223,10 @@ class EngineCore:
         masks = self._constraints.fill(rows)
         self._in_flight[-1] = (plan, self._runner.sample(self._in_flight[-1][1], masks))
         self._unsampled = None
+
+    def survive_full_memory(self) -> None:
+        """Go on, with smaller steps, when one runs out of memory; without this `step` raises."""
+        self._recovery = MemoryRecovery(self._scheduler)
 
     def pace(self, timer: LaunchTimer, hold: ArrivalHold | None = None) -> None:
         """From now on plan steps as late as the timer says, and later where `hold` has them wait.

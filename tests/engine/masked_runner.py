@@ -7,7 +7,6 @@ import numpy as np
 
 from bladellm_runtime.engine.constraints import Constraints
 from bladellm_runtime.engine.core import EngineCore
-from bladellm_runtime.engine.memory_recovery import MemoryRecovery
 from bladellm_runtime.engine.preparation import WaitingRoom
 from bladellm_runtime.engine.step_errors import StepMemoryError
 from bladellm_runtime.guided.compiler import Compiler
@@ -120,7 +119,7 @@ def make_core(
         scheduler, runner, overlap=overlap, micro_batches=micro_batches, room=room, constraints=constraints
     )
     if fails is not None:
-        core.recovery = MemoryRecovery(scheduler)
+        core.survive_full_memory()
     return core
 
 

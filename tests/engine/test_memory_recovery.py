@@ -11,7 +11,7 @@ import torch
 
 from bladellm_runtime import LLM, SamplingParams
 from bladellm_runtime.engine.core import EngineCore
-from bladellm_runtime.engine.memory_recovery import LEAST_TOKENS, MemoryRecovery
+from bladellm_runtime.engine.memory_recovery import LEAST_TOKENS
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.running_step import RunningStep
 from bladellm_runtime.engine.step_adapters import Ints
@@ -62,7 +62,7 @@ class ShortRunner(ArithmeticRunner):
 
 def recovering(runner: ShortRunner, overlap: bool, granules: int = 64) -> EngineCore:
     core = make_core(overlap, granules, runner)
-    core.recovery = MemoryRecovery(core._scheduler)
+    core.survive_full_memory()
     return core
 
 
