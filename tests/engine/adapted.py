@@ -68,6 +68,6 @@ def ask(llm: LLM, family: Family, prompts: Sequence[str | list[int]], adapters: 
 
 @torch.inference_mode()
 def logprobs(model: transformers.PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities of a text's tokens from the second on."""
-    found = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    """Log-probabilities of a text's tokens from the second on, in float64 of the model's own logits."""
+    found = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     return found[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]

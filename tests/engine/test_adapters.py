@@ -1,5 +1,6 @@
 """Adapters in the engine: tokens are those of merged weights, whatever else goes on, for all mixes and many of them."""
 
+import copy
 import random
 import shutil
 import time
@@ -139,8 +140,11 @@ def test_log_probabilities_are_those_of_merged_weights(family):
         choice = output.outputs[0]
         entries = [*output.prompt_logprobs, *choice.logprobs]
         found = torch.tensor([entry.logprobs[0] for entry in entries])
-        wanted = logprobs(family.model(adapter), output.prompt_token_ids + choice.token_ids)
-        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=0)
+        model, ids = family.model(adapter), output.prompt_token_ids + choice.token_ids
+        wanted = logprobs(copy.deepcopy(model).double(), ids)
+        # Some random adapters make rounding ten times larger than it is in the base model.
+        rounding = float((logprobs(model, ids) - wanted).abs().max())
+        torch.testing.assert_close(found.double(), wanted, atol=max(1e-4, 5 * rounding), rtol=0)
 
 
 def test_cached_prompts_are_shared_within_an_adapter_alone(family, tmp_path):
