@@ -1,6 +1,5 @@
 """`blade_llm serve`: start the server, and say on standard output what was started and how to ask it."""
 
-import contextlib
 import logging
 import os
 import shlex
@@ -17,7 +16,7 @@ from bladellm_runtime.errors import ConfigError
 from bladellm_runtime.logs import log_to_stderr
 from bladellm_runtime.models.folder import file_in
 from bladellm_runtime.models.hub import resolve_model
-from bladellm_runtime.wire.engine_process import EngineProcess
+from bladellm_runtime.wire.engine_process import engine_process
 from bladellm_tools.console import BOLD, gib, styled, table
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def run(args: ServingArgs) -> int:
     def on_ready(url: str, client: "EngineClient") -> None:
         show(banner(args, url, client.ready, time.monotonic() - started), url)
 
-    with contextlib.nullcontext() if args.disable_frontend_multiprocessing else EngineProcess() as engine:
+    with engine_process(args) as engine:
         from bladellm_runtime.server.lifecycle import serve
 
         return serve(args, folder, on_ready=on_ready, engine=engine)

@@ -57,8 +57,8 @@ def serve(
 
     0 after a signal: the first one makes `/ready` answer 503 and refuses new requests, running ones may finish within
     --shutdown_timeout; the second one ends them at once. 1 when the engine died. `on_ready` gets the URL and the
-    engine's client; engine: its process, None for a thread of this one. Raises `UserError` when the server cannot
-    start, a signal during the start included.
+    engine's client; engine: as `engine_process` gives it. Raises `UserError` when the server cannot start, a signal
+    during the start included.
     """
     # What it would refuse is refused before the engine loads anything.
     make_adapters(args, served_names(args), None).close()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from bladellm_runtime.config import EngineArgs
 from bladellm_runtime.errors import UserError
 
 DEFAULT_COMMAND = (sys.executable, "-m", "bladellm_runtime.engine.process")
@@ -63,3 +64,10 @@ class EngineProcess:
         self.kill()
         self.end_input()
         self.wait()
+
+
+def engine_process(
+    args: EngineArgs, command: Sequence[str] = DEFAULT_COMMAND
+) -> contextlib.AbstractContextManager[EngineProcess | None]:
+    """The engine's process, for as long as the context lasts; None where it is to be a thread of this process."""
+    return contextlib.nullcontext() if args.disable_frontend_multiprocessing else EngineProcess(command)

@@ -9,7 +9,7 @@ def lacking(item: pytest.Item) -> str | None:
     gpu = item.get_closest_marker("gpu")
     if gpu is None:
         return None
-    return lacking_gpu(**gpu.kwargs) or lacking_rest(item)
+    return lacking_gpu(**gpu.kwargs) or lacking_whole_gpu(item)
 
 
 def lacking_gpu(count: int = 1, hopper: bool = False) -> str | None:
@@ -19,8 +19,8 @@ def lacking_gpu(count: int = 1, hopper: bool = False) -> str | None:
     return "needs a Hopper" if hopper and torch.cuda.get_device_capability()[0] != 9 else None
 
 
-def lacking_rest(item: pytest.Item) -> str | None:
-    """Other processes of the tests use the GPU, too, and may have filled it, or be filling it just then."""
+def lacking_whole_gpu(item: pytest.Item) -> str | None:
+    """Beside other processes of the tests, which use the GPU, too, one marked `whole_gpu` has no GPU to itself."""
     beside_others = hasattr(item.config, "workerinput")
     if beside_others and item.get_closest_marker("whole_gpu") is not None:
         return "needs the GPU to itself: run `-m whole_gpu` without -n"

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -307,7 +307,7 @@ def main() -> int:
     from bladellm_runtime.config import ServingArgs
     from bladellm_runtime.errors import UserError
     from bladellm_runtime.server.lifecycle import serve
-    from bladellm_runtime.wire.engine_process import DEFAULT_COMMAND, EngineProcess
+    from bladellm_runtime.wire.engine_process import DEFAULT_COMMAND, engine_process
 
     launch = json.loads(sys.argv[1])
     args, command = ServingArgs(**launch["args"]), launch["command"] or DEFAULT_COMMAND
@@ -316,7 +316,7 @@ def main() -> int:
         print(json.dumps({"url": address, "engine_pid": client.process_id}), flush=True)
 
     try:
-        with nullcontext() if args.disable_frontend_multiprocessing else EngineProcess(command) as engine:
+        with engine_process(args, command) as engine:
             return serve(args, Path(args.model), on_ready=on_ready, engine=engine)
     except UserError as error:
         print(error, file=sys.stderr)

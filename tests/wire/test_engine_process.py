@@ -22,7 +22,7 @@ class Started(Exception):
 def start(*_):
     raise Started(*(name for name in sys.modules if name in {"uvicorn", "uvloop", "zmq", "bladellm_runtime.server"}))
 
-serve.EngineProcess = start
+engine_process.EngineProcess = start
 try:
     serve.run(ServingArgs(model=sys.argv[1]))
 except Started as started:
