@@ -180,10 +180,11 @@ class EngineArgs:
         False, "Launch all steps operator by operator instead of as CUDA graphs.", group="Engine"
     )
     packed_weights: Literal["auto", "on", "off"] = flag(
-        "off",
+        "auto",
         "Keep bfloat16 weights of linear layers a second time in 12 bits a number, without loss: decode steps of up to "
         "64 requests read these. Takes three quarters of the weights' memory. auto: on one Hopper GPU, without "
-        "--enable_lora, where that is at most a tenth of the memory the engine may use.",
+        "--enable_lora, where that is at most a tenth of the memory the engine may use and leaves the KV cache what "
+        "--kv_cache_gib or one sequence of --max_model_len takes.",
         group="Engine",
     )  # fmt: skip
     precompute_first_layer: bool = flag(

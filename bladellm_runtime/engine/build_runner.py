@@ -25,7 +25,7 @@ from bladellm_runtime.engine.kernel_record import hashing_triton
 from bladellm_runtime.engine.kv_format import key_rotation, pick_kv_format
 from bladellm_runtime.engine.memory import MemoryTable, kv_budget, make_kv_spec
 from bladellm_runtime.engine.mixed_graphs import mixed_sizes
-from bladellm_runtime.engine.packed_weights import check_packed, most_packed_bytes
+from bladellm_runtime.engine.packed_weights import check_packed, packed_room
 from bladellm_runtime.engine.rank_place import Others, RankPlace
 from bladellm_runtime.engine.runner import ModelRunner
 from bladellm_runtime.engine.sampling_state import SamplingState
@@ -110,7 +110,8 @@ def build_runner(
     with times.phase("load weights"):
         model = load_model(
             folder, whole, device=device, dtype=dtype, load_format=args.load_format, seed=args.dummy_seed,
-            parallel=parallel, lora=lora_shape(args, dtype), most_packed=most_packed_bytes(args, dtype, device),
+            parallel=parallel, lora=lora_shape(args, dtype),
+            packed_room=packed_room(args, spec, shape, device, max_model_len),
             precompute_first_layer=args.precompute_first_layer,
         )  # fmt: skip
         check_packed(args, model.packed_bytes)

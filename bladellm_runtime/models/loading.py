@@ -16,7 +16,7 @@ from bladellm_runtime.models.decoder import Decoder, StageEnds, Weights
 from bladellm_runtime.models.lora import LoraMemory, lora_bytes
 from bladellm_runtime.models.lora_layout import LoraShape
 from bladellm_runtime.models.lora_stacking import stacked_rows
-from bladellm_runtime.models.packed_layers import packable_bytes
+from bladellm_runtime.models.packed_layers import NO_ROOM, PackedRoom, packable_bytes
 from bladellm_runtime.models.parallel import TensorParallel, make_plan, share_table
 from bladellm_runtime.models.quantized import Schemes, expected_tensors, find_schemes, loading_bytes, weight_bytes
 from bladellm_runtime.models.rank_checkpoint import RankCheckpoint
@@ -39,21 +39,21 @@ def load_model(
     seed: int,
     parallel: TensorParallel | None = None,
     lora: LoraShape | None = None,
-    most_packed: int = 0,
+    packed_room: PackedRoom = NO_ROOM,
     precompute_first_layer: bool = False,
 ) -> Decoder:
     """Load a model's weights to `device`, plain ones as `dtype`; `seed` is that of dummy weights.
 
     `parallel`: load the part of this rank of a plan; `spec` is the whole model's all the same. `lora`: the decoder gets
-    empty slots for adapters, `Decoder.lora`. `most_packed`: bytes that weights packed beside the plain ones may take;
-    there are none where they would take more. `precompute_first_layer`: as `Decoder.precompute_first_layer`.
+    empty slots for adapters, `Decoder.lora`. `packed_room`: for weights packed beside the plain ones, which there
+    are none of by default. `precompute_first_layer`: as `Decoder.precompute_first_layer`.
     Peak memory on the device is the model and one fused parameter; a GPU's weights pass through the host in a ring of
     buffers (`models/stream.py`), a CPU's are copied from mapped files. Raises `CheckpointError`, naming file and key,
     before anything is allocated when the folder does not hold exactly the tensors of its config.
     """
     whole = weight_table(spec)
     table = whole if parallel is None else parallel.table(spec)
-    model = _Model(folder, spec, table, device, dtype, parallel, table, lora, most_packed, precompute_first_layer)
+    model = _Model(folder, spec, table, device, dtype, parallel, table, lora, packed_room, precompute_first_layer)
     if load_format == "dummy":
         config = folder / "config.json"
         schemes = find_schemes(spec, whole, (), config)
@@ -83,7 +83,7 @@ class _Model:
     parallel: TensorParallel | None
     whole: WeightTable
     lora: LoraShape | None
-    most_packed: int
+    packed_room: PackedRoom
     precompute_first_layer: bool
 
     @property
@@ -117,8 +117,7 @@ class _Model:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what held stored weights is free memory again, which the KV cache is sized by
-        if 0 < (packed := packable_bytes(weights.linears)) <= self.most_packed:
-            self._check_beside("packed weights take", packed, "use --packed_weights off")
+        if self._has_room(packable_bytes(weights.linears)):
             weights = weights.packed()
         if self.lora is not None:
             weights = weights.with_lora(LoraMemory(self.whole, self.lora, device, stacked))
@@ -133,6 +132,15 @@ class _Model:
             return Decoder(self.spec, weights)
         ends = StageEnds(self.parallel.is_first, self.parallel.is_last)
         return Decoder(self.parallel.spec(self.spec), weights, self.parallel.communicator, ends)
+
+    def _has_room(self, packed: int) -> bool:
+        """For so many bytes of packed weights. Raises `CheckpointError` where they are asked for and cannot fit."""
+        room = self.packed_room
+        if not 0 < packed <= room.most:
+            return False
+        if room.asked:
+            self._check_beside("packed weights take", packed, "use --packed_weights off")
+        return packed + room.kept <= _free_memory(self.device)
 
     def _check_beside(self, what: str, needed: int, instead: str) -> None:
         """Raise `CheckpointError` when what is kept beside the weights cannot fit; instead: what to do."""

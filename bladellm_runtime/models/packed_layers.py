@@ -1,6 +1,7 @@
 """Which linear layers of a loaded model keep their weight packed beside it, and what that takes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from bladellm_kernels.packed_weight import can_pack, pack_weight, packed_bytes
@@ -10,6 +11,21 @@ from bladellm_runtime.layers.packed_linear import PackedLinear
 
 GATED_LAYER = "gate_up"
 """The layer whose gate follows, by the last part of its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRoom:
+    """Bytes that packed weights may take, and those that stay free beside them; where there is less, none are packed.
+
+    asked: they are asked for, so that a device where they do not fit is refused.
+    """
+
+    most: int = 0
+    kept: int = 0
+    asked: bool = False
+
+
+NO_ROOM = PackedRoom()
 
 
 def packable_bytes(linears: Mapping[str, LinearLayer]) -> int:

@@ -4,7 +4,7 @@ Parts, each of the shapes that have it (`targets.py`): `decode` steps by batch, 
 throughput, `long` contexts by KV format, `start` from the command to ready, and a server `online`, once more with a
 target for the first token, beside a peer where --peer gives its command line. What else a peer reached in the same
 hour, --peer_figures, goes into the table, and the goals beside it are shares of that. Parts of one shape and KV format
-share an engine; with keys and values in 12 bits it packs weights, too. OUT/table.md has every figure beside its goals,
+share an engine. OUT/table.md has every figure beside its goals,
 OUT/results.json the same, OUT/*.json what each script found; what is measured again replaces its rows.
 
     bench_gpu.py --out results --shapes llama31-8b --parts decode prefill offline
@@ -24,11 +24,11 @@ from typing import Any
 
 from one_engine import PARTS, has
 from shapes import SHAPES, TOKENIZER, write_shape
-from targets import CASES, MEASURED_QPS, OURS, PACKED, TARGET_TTFT_MS, Row, carried, table
+from targets import CASES, FLOAT12, MEASURED_QPS, OURS, TARGET_TTFT_MS, Row, carried, table
 
 HERE = Path(__file__).parent
-KV_FORMATS = ("no_quant", "int8", "int4", PACKED)
-PARTS_OF = {"no_quant": PARTS, PACKED: ("decode", "offline")}
+KV_FORMATS = ("no_quant", "int8", "int4", FLOAT12)
+PARTS_OF = {"no_quant": PARTS, FLOAT12: ("decode", "offline")}
 """Parts that are measured with a KV format; with the others long contexts."""
 STARTS = {"warm": "engine ready, warm", "dummy": "engine ready, random weights", "server": "server ready, warm"}
 
@@ -63,7 +63,6 @@ def run_engine(job: Job, args: argparse.Namespace) -> list[Row]:
     """Parts of one engine."""
     file = args.out / f"{job.name}.json"
     words = ["one_engine.py", str(args.models), job.shape, "--parts", *job.parts, "--kv_cache_quant", job.kind]
-    words += ["--packed_weights", "auto"] if job.kind == PACKED else []
     words += ["--device", args.device, "--tokenizer_dir", str(args.tokenizer_dir), "--json", str(file)]
     call([*words, *args.engine_flags.split()])
     return [Row(job.shape, **row) for row in json.loads(file.read_text())["rows"]]

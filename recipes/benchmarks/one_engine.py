@@ -149,7 +149,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--kv_cache_quant", default="no_quant")
     parser.add_argument("--kv_cache_gib", type=float)
-    parser.add_argument("--packed_weights", choices=("auto", "on", "off"), default="off")
+    parser.add_argument("--packed_weights", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokenizer_dir", type=Path, default=TOKENIZER)
     parser.add_argument("--json", type=Path)

@@ -111,9 +111,10 @@ def test_what_fails_or_comes_too_late_is_not_planned(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=ON_CUDA)])
-@pytest.mark.parametrize("name", ["no_quant", "int8"])
-def test_warming_up_on_cuda_runs_nothing_and_is_enough(marked, name, monkeypatch):
-    q, kv, [span] = prefill_case(name, torch.bfloat16, (8, 2, 128), [(2048, 1024)], "cuda", mapped=True)
+@pytest.mark.parametrize(("name", "head_dim"), [("no_quant", 96), ("int8", 128)])
+def test_warming_up_on_cuda_runs_nothing_and_is_enough(marked, name, head_dim, monkeypatch):
+    """Of layers that attention in one pass does not serve."""
+    q, kv, [span] = prefill_case(name, torch.bfloat16, (8, 2, head_dim), [(2048, 1024)], "cuda", mapped=True)
     kept = kv.payload.clone()
     planned = warm_up(8, torch.bfloat16, [kv], [None], 1024, 3072)
     assert torch.equal(kv.payload.float().nan_to_num(), kept.float().nan_to_num())
@@ -127,3 +128,9 @@ def test_warming_up_on_cuda_runs_nothing_and_is_enough(marked, name, monkeypatch
         stored = kv.payload[span.base_row : span.base_row + 3072].float()
         exact = attention(q[rows].float(), stored[:, 0], stored[:, 1], True, 0.1, 2048).out
         assert_close(expected, exact, torch.bfloat16)
+
+
+@pytest.mark.gpu(hopper=True)
+def test_nothing_is_planned_where_attention_in_one_pass_serves():
+    _, kv, _ = prefill_case("no_quant", torch.bfloat16, (8, 2, 128), [(0, 256)], "cuda", mapped=True)
+    assert warm_up(8, torch.bfloat16, [kv], [None], 1024, 3072).calls == set()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bladellm_kernels import warp_rings
 from bladellm_kernels.cuda_compiler import CudaCompilerError, compile_cuda
+from bladellm_kernels.cuda_kernel import KeptLaunches
 from bladellm_kernels.decode_launch import register_limit
 from bladellm_kernels.decode_schedule import DecodeSchedule
 from bladellm_kernels.decode_shape import decode_shape
@@ -255,7 +256,7 @@ def test_the_newest_tokens_and_queries_are_those_that_the_kernels_before_wrote(l
 
 @pytest.mark.gpu(hopper=True)
 def test_few_launches_are_kept(monkeypatch):
-    monkeypatch.setattr(warp_rings, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(warp_rings, "_launches", KeptLaunches(3))
     case = gpu_case("int4", torch.bfloat16, (8, 2, 128), [3000, 70])
     work = workspace_of(case, SCHEDULES[3]).plan(case.kv_lens)
     expected = ragged_decode_attention_reference(*case.memory, case.scale)

@@ -1,5 +1,7 @@
 """Which layers of a model are packed, what it takes, and that answers stay those of the plain weights."""
 
+import random
+
 import pytest
 import torch
 from bladellm_kernels.packed_linear import MAX_ROWS
@@ -12,7 +14,7 @@ from bladellm_runtime.models import loading
 from bladellm_runtime.models.config import read_model_spec
 from bladellm_runtime.models.loading import load_model
 from bladellm_runtime.models.lora_layout import LoraShape
-from bladellm_runtime.models.packed_layers import added_bytes, pack_linears, packable_bytes
+from bladellm_runtime.models.packed_layers import NO_ROOM, PackedRoom, added_bytes, pack_linears, packable_bytes
 from tests.models.harness import Sequences, random_prompt, save_tiny
 
 WHOLE_TILES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -22,10 +24,13 @@ def linear(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16, **opt
     return Linear(torch.randn(outputs, inputs).to(dtype), **options)
 
 
-def load(folder, most_packed: int = 2**62, lora: LoraShape | None = None):
+ROOM = PackedRoom(2**62)
+
+
+def load(folder, room: PackedRoom = ROOM, lora: LoraShape | None = None):
     return load_model(
         folder, read_model_spec(folder), device=torch.device("cpu"), dtype=torch.bfloat16, load_format="auto", seed=0,
-        most_packed=most_packed, lora=lora,
+        packed_room=room, lora=lora,
     )  # fmt: skip
 
 
@@ -65,7 +70,7 @@ def test_logits_of_packed_weights_are_close_to_those_of_plain_ones(family, tmp_p
     monkeypatch.setattr(
         packed_linear, "reads_packed", lambda x, weight: len(x) <= MAX_ROWS and served.append(len(x)) is None
     )
-    plain, packed = load(tmp_path, 0), load(tmp_path)
+    plain, packed = load(tmp_path, NO_ROOM), load(tmp_path)
     assert packed.packed_bytes == packed.weight_bytes - plain.weight_bytes > 0
     assert plain.packed_bytes == 0
     prompt = random_prompt(80)
@@ -87,10 +92,16 @@ def test_layers_with_room_for_adapters_behind_their_weight_are_not_packed(tmp_pa
 
 def test_there_are_none_where_they_would_take_more_than_they_may(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama", **WHOLE_TILES)
-    needed = packable_bytes({str(place): layer for place, layer in enumerate(load(tmp_path, 0).layers[0].linears)}) * 3
-    assert load(tmp_path, needed).packed_bytes == needed
-    assert load(tmp_path, needed - 1).packed_bytes == 0
+    needed = (
+        packable_bytes({str(place): layer for place, layer in enumerate(load(tmp_path, NO_ROOM).layers[0].linears)}) * 3
+    )
+    assert load(tmp_path, PackedRoom(needed)).packed_bytes == needed
+    assert load(tmp_path, PackedRoom(needed - 1)).packed_bytes == 0
     monkeypatch.setattr(loading, "_check_memory", lambda *_: None)
+    kept = random.randrange(1, 2**40)
+    monkeypatch.setattr(loading, "_free_memory", lambda device: needed + kept)
+    assert load(tmp_path, PackedRoom(needed, kept)).packed_bytes == needed
+    assert load(tmp_path, PackedRoom(needed, kept + 1)).packed_bytes == 0
     monkeypatch.setattr(loading, "_free_memory", lambda device: needed - 1)
     with pytest.raises(CheckpointError, match="--packed_weights off"):
-        load(tmp_path, needed)
+        load(tmp_path, PackedRoom(needed, asked=True))

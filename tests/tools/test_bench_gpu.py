@@ -76,7 +76,7 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path):
 @pytest.mark.timeout(240)
 def test_starts_and_a_server_under_load(tmp_path):
     load = "--input_len 9 --output_len 3 --duration 0.5 --min_requests 6 --warmup 0.1"
-    fastest = "--packed_weights auto --kv_cache_quant fp12_e4m7 --precompute_first_layer"
+    fastest = "--kv_cache_quant fp12_e4m7 --precompute_first_layer"
     flags = f"--flags=--kv_cache_gib 0.02 {fastest}"
     online = (flags, "--qps", "20", "--concurrency", "2", "--bench_flags", load)
     options = ("--start_options", "kv_cache_gib=0.02 max_model_len=64")
@@ -138,7 +138,7 @@ def test_every_goal_belongs_to_a_case_that_is_measured(recipe, targets):
         cases = targets.CASES[shape]
         named = {f"decode step, batch {batch}" for batch in cases.decode} | {f"prefill of {n}" for n in cases.prefill}
         named |= {f"host work, batch {batch}" for batch in cases.decode} | {"offline", *bench_gpu.STARTS.values()}
-        named |= {f"{case}, {targets.PACKED}" for case in named if case.startswith(("decode", "offline"))}
+        named |= {f"{case}, {targets.FLOAT12}" for case in named if case.startswith(("decode", "offline"))}
         named |= {f"context of {n}, {kind}" for kind, contexts in cases.contexts.items() for n in contexts}
         assert set(goals) <= named | online, shape
 
