@@ -5,6 +5,7 @@ import random
 import pytest
 
 from bladellm_runtime import LLM, SamplingParams
+from tests.support.late_kernels import no_late_kernels
 
 pytestmark = pytest.mark.gpu(hopper=True)
 
@@ -26,10 +27,9 @@ def test_answers_are_those_of_plain_weights(demo_model, options):
     prompts = [[rng.randrange(5, 8000) for _ in range(rng.randint(1, 90))] for _ in range(count)]
     found = []
     for mode in ("off", "on"):
-        with LLM(str(demo_model), packed_weights=mode, **OPTIONS, **options) as llm:
+        with LLM(str(demo_model), packed_weights=mode, **OPTIONS, **options) as llm, no_late_kernels():
             assert any(name == "packed weights" for name, _ in llm.ready.memory) == (mode == "on")
             found.append(scored(llm, prompts))
-            assert llm.stats().kernel_compiles_after_ready == 0
     for (plain, plain_scores), (packed, packed_scores) in zip(*found, strict=True):
         # Until tokens part, which they do at near ties alone, scores are close; behind it contexts differ.
         same = next((place for place in range(len(plain)) if plain[place] != packed[place]), len(plain))

@@ -82,17 +82,18 @@ def test_logits_in_bf16_are_close(demo_model, fused, monkeypatch):
     """
     hopper = torch.cuda.get_device_capability()[0] == 9
     params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=48, ignore_eos=True)
+    captured = SIZES | {"packed_weights": "off"}  # with packed weights norms are apart
     apart = {"disable_cuda_graph": True, "max_running_requests": 11}
     found = []
-    for dtype, options in (("bfloat16", SIZES), ("bfloat16", apart), ("float32", apart)):
-        if options is not SIZES or not fused:
+    for dtype, options in (("bfloat16", captured), ("bfloat16", apart), ("float32", apart)):
+        if options is apart or not fused:
             monkeypatch.setattr(Decoder, "fuses", lambda *_: False)
         with LLM(str(demo_model), device="cuda", dtype=dtype, kv_cache_gib=0.5, **options) as llm:
-            assert llm._engine.core._runner._model.fuses(9) == (hopper and fused and options is SIZES)
+            assert llm._engine.core._runner._model.fuses(9) == (hopper and fused and options is captured)
             found.append([output.outputs[0] for output in llm.generate(PROMPTS, params)])
-    captured, eager = (differences(outputs, found[2]) for outputs in found[:2])
-    assert captured.square().mean() < 1.5 * eager.square().mean()
-    assert captured.max() < 2 * eager.max()
+    graphs, eager = (differences(outputs, found[2]) for outputs in found[:2])
+    assert graphs.square().mean() < 1.5 * eager.square().mean()
+    assert graphs.max() < 2 * eager.max()
 
 
 def differences(outputs, expected) -> torch.Tensor:
