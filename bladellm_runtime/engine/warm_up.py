@@ -16,8 +16,9 @@ LENGTHS = (1, 2, 16, 24, 37, 64, 80, 100, 129, 180, 200, 250, 300, 1024)
 """Single tokens, lengths that triton compiles apart, divisible by 16 or not, beside the sizes of tiles, and some of
 each range for which 4- and 8-bit weights, or clusters, have a schedule."""
 SCORED = replace(GREEDY, logprobs=0, prompt_logprobs=0)
-MOSTLY_WANTED = ([(100, GREEDY), (200, SCORED)], [(300, SCORED)])
-"""Long steps whose last layer is computed for all tokens, since many of them are wanted; of a few rows and of many."""
+MOSTLY_WANTED = ([(200, SCORED)], [(100, GREEDY), (200, SCORED)], [(300, SCORED)])
+"""Steps whose last layer is computed for all tokens, since many of them are wanted: few enough for the final norm
+to add what the layer in front does not, yet more than packed weights are for; and more, of a few rows and of many."""
 TOGETHER = (2, 4, 8, 16, 32, 64)
 """Prompts that end in one step: its head has other kernels for as many rows, and no captured step runs them all."""
 WAYS = (

@@ -4,6 +4,7 @@ import random
 from itertools import chain, pairwise
 
 import pytest
+from bladellm_kernels import packed_linear
 from bladellm_kernels.linear_schedules import MAX_ROWS
 from bladellm_kernels.power_of_two import power_of_two
 from bladellm_kernels.row_schedule import FEW_ROWS
@@ -95,13 +96,13 @@ def test_steps_that_no_graph_serves_have_their_rows_before_ready(demo_model):
     assert eager_sizes(EngineArgs(**flags)) == []
 
 
-def test_long_steps_want_few_rows_and_many_of_all():
+def test_steps_want_few_rows_and_many_of_all():
     wanted = [sum(length if params.logprobs is not None else 1 for length, params in group) for group in MOSTLY_WANTED]
-    for rows, group in zip(wanted, MOSTLY_WANTED, strict=True):
-        tokens = sum(length for length, _ in group)
-        assert tokens > MAX_ROWS
-        assert not are_few(rows, tokens)
-    assert min(wanted) <= FEW_ROWS < max(wanted)
+    tokens = [sum(length for length, _ in group) for group in MOSTLY_WANTED]
+    assert not any(map(are_few, wanted, tokens))
+    long = [rows for rows, count in zip(wanted, tokens, strict=True) if count > MAX_ROWS]
+    assert min(long) <= FEW_ROWS < max(long)
+    assert any(packed_linear.MAX_ROWS < count <= MAX_ROWS for count in tokens)
 
 
 @pytest.mark.parametrize(
