@@ -186,19 +186,20 @@ def jsonl_asks(workload: WorkloadArgs, count: int, seeds: Seeds) -> list[Ask]:
 
 
 def trace_asks(workload: WorkloadArgs, count: int, seeds: Seeds, text: WordText, trace: list[TraceItem]) -> list[Ask]:
-    """Prompts with a trace's lengths; equal hash ids give equal text."""
+    """Prompts with a trace's lengths; equal hash ids give equal text, but for the last words of a prompt."""
     mean = sum(item.input_len for item in trace) / len(trace)
     check_bytes(count, f"{mean:,.0f} tokens", CHARACTERS_PER_TOKEN * mean, "--num_requests")
     rng = seeds.texts(PROMPTS, workload.unique_prefix)
     blocks = BlockTexts(text, seeds.texts(SHARED, workload.unique_prefix))
-    asks = []
-    for number in range(count):
-        item = trace[number % len(trace)]
+    items = [trace[number % len(trace)] for number in range(count)]
+    prompts = []
+    for item in items:
         shared = [blocks.text(block) for block in item.hash_ids[: item.input_len // HASH_BLOCK_TOKENS]]
         own = item.input_len - HASH_BLOCK_TOKENS * len(shared)
-        prompt = " ".join([*shared, text.draw(own, rng)] if own else shared)
-        asks.append(Ask(prompt, item.input_len, item.output_len))
-    return asks
+        prompts.append(" ".join([*shared, text.draw(own, rng)] if own else shared))
+    # A block has a token less behind another than alone, or more.
+    prompts = text.fit(prompts, [item.input_len for item in items], rng)
+    return [Ask(prompt, item.input_len, item.output_len) for prompt, item in zip(prompts, items, strict=True)]
 
 
 class BlockTexts:

@@ -152,6 +152,22 @@ def test_equal_hash_ids_of_a_trace_give_equal_text(tmp_path: Path) -> None:
     assert words[0][1024:] != words[2][1024:]
 
 
+def test_a_tokenizer_makes_prompts_of_hash_ids_exact(tmp_path: Path, demo_model: Path) -> None:
+    """Of shared blocks alone too, and with a few tokens behind them."""
+    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+    ids = np.random.default_rng().integers(4, size=(20, 6)).tolist()
+    sizes = [512 * 6, *np.random.default_rng().integers(512 * 4, 512 * 6 + 40, size=19).tolist()]
+    rows = [{"t": t, "in": size, "out": 1, "hash_ids": ids[t]} for t, size in enumerate(sizes)]
+    workload = WorkloadArgs(dataset="trace", data=written(tmp_path, rows))
+    level = LevelArgs(arrival="trace", num_requests=20, warmup=0)
+    plan = plan_requests(workload, level, Load(qps=1), 0, str(demo_model))
+    assert [planned.input_len for planned in plan] == sizes
+    assert all(abs(len(tokenizer.encode(planned.prompt).ids) - planned.input_len) <= 1 for planned in plan)
+    words = [planned.prompt.split() for planned in plan]
+    same = [(one, other) for one in range(20) for other in range(one) if ids[one][:2] == ids[other][:2]]
+    assert all(words[one][:900] == words[other][:900] for one, other in same)
+
+
 def test_prompts_of_a_file_are_used_whole_and_again(tmp_path: Path) -> None:
     rows = [{"prompt": "Alpha one"}, {"prompt": "Beta two", "output_len": 9}]
     path = written(tmp_path, rows)
