@@ -133,12 +133,20 @@ class CudaArena(GranuleArena):
             unit = View(view.slot, view.position + index, view.granules[index], count)
             block = unit.granule // self.spec.block_granules
             work = _shown(self._memory, unit, self._conversion(block, view.whole))
-            job = self._mapper.submit(work, [("slot", unit.slot)], [("block", block)])
+            blocks = [block, *self._splitting(unit.slot, unit.start)]
+            job = self._mapper.submit(work, [("slot", unit.slot)], [("block", each) for each in blocks])
             self._pending.append(Pending(job, unit.slot, unit.start, view.position, block))
 
     def _hide(self, slot: int, keep: int) -> None:
         job = self._mapper.submit(self._memory.hide(slot, keep), [("slot", slot)])
         self._pending.append(Pending(job, slot, keep, keep, block=-1))
+
+    def _splitting(self, slot: int, start: int) -> list[int]:
+        """The block that a slot shows whole from before a position to behind it, until it has been split: nothing else
+        can be shown there before. None if there is none."""
+        granule, size = self._table.at(slot, start), self.spec.block_granules
+        block = granule // size
+        return [block] if granule % size and block in self._conversions and not self._whole[block] else []
 
     def _conversion(self, block: int, whole: bool) -> Job | None:
         """Have a block taken whole, or split. Returns the job to do so if that has not been done."""

@@ -36,6 +36,10 @@ class GranuleTable:
         shown: list[int] = self.rows[slot, : self._lengths[slot]].tolist()
         return shown
 
+    def at(self, slot: int, position: int) -> int:
+        """The granule that the slot shows at a position, or `NOTHING`."""
+        return int(self.rows[slot, position])
+
     def pieces(self, slot: int, end: int, view: Show | None = None) -> int:
         """How many runs of consecutive granules the slot's first `end` granules are, those of `view` in place."""
         row = self.rows[slot, :end]

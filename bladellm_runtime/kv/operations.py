@@ -75,8 +75,8 @@ class MemoryPlan:
     `moves` in stream order.
 
     `ahead` are views that no row of this step needs: an arena may carry them out later, but before a step whose rows
-    do, and before whatever a later plan says about the same slot or block. Where they take a block otherwise than
-    before, moves of its granules come after that.
+    do, and before whatever comes after them about the same slot or block. Where they take a block otherwise than
+    before, moves of its granules come after that, and so do views in place of the block.
     """
 
     views: list[Show | Hide] = field(default_factory=list)

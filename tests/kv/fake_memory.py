@@ -97,16 +97,21 @@ class FakeMemory:
 
     def _show_or_wait(self, view: Show, plan: MemoryPlan, entered: dict[int, int] | None) -> None:
         """Show a view of a plan; later, perhaps, where neither its step nor moves rest on it. None comes before another
-        one that is to come of its slot or blocks."""
+        one that is to come of its slot or blocks, or takes the block in its place otherwise."""
         free = entered is not None and self.spec.granules(entered.get(view.slot, 0)) <= view.position
         behind = any(view.slot == other.slot for other in self.late)
-        behind |= not self._blocks([view]).isdisjoint(self._blocks(self.late))
+        behind |= not {*self._blocks([view]), *self._replaced(view)}.isdisjoint(self._blocks(self.late))
         if free and self._blocks(plan.moves).isdisjoint(self._blocks([view])) and self.random.random() < 0.5:
             self.late.append(view)
             return
         if behind:
             self._catch_up()
         self._show(view)
+
+    def _replaced(self, view: Show) -> set[int]:
+        """The block of which a view would leave a part, if that is shown whole."""
+        shown = self.slots[view.slot][view.position : view.position + 1]
+        return {granule // self.spec.block_granules for granule in shown if granule is not None}
 
     def _blocks(self, parts: Iterable[Show | Hide | Move]) -> set[int]:
         """Of granules that views show, and that moves touch."""
