@@ -133,7 +133,7 @@ class CudaArena(GranuleArena):
             unit = View(view.slot, view.position + index, view.granules[index], count)
             block = unit.granule // self.spec.block_granules
             work = _shown(self._memory, unit, self._conversion(block, view.whole))
-            blocks = [block, *self._splitting(unit.slot, unit.start)]
+            blocks = [block, *self._in_the_way(unit.slot, unit.start)]
             job = self._mapper.submit(work, [("slot", unit.slot)], [("block", each) for each in blocks])
             self._pending.append(Pending(job, unit.slot, unit.start, view.position, block))
 
@@ -141,12 +141,12 @@ class CudaArena(GranuleArena):
         job = self._mapper.submit(self._memory.hide(slot, keep), [("slot", slot)])
         self._pending.append(Pending(job, slot, keep, keep, block=-1))
 
-    def _splitting(self, slot: int, start: int) -> list[int]:
-        """The block that a slot shows whole from before a position to behind it, until it has been split: nothing else
-        can be shown there before. None if there is none."""
+    def _in_the_way(self, slot: int, start: int) -> list[int]:
+        """The block, if any, that is yet to be converted and that a slot may still show whole, from before a position
+        on: until then nothing else can be shown there."""
         granule, size = self._table.at(slot, start), self.spec.block_granules
         block = granule // size
-        return [block] if granule % size and block in self._conversions and not self._whole[block] else []
+        return [block] if granule % size and block in self._conversions else []
 
     def _conversion(self, block: int, whole: bool) -> Job | None:
         """Have a block taken whole, or split. Returns the job to do so if that has not been done."""

@@ -120,12 +120,14 @@ def test_what_a_step_needs_goes_between_the_calls_of_a_conversion(arena, cuda):
     assert arena.stats.splits == 2
 
 
-def test_a_view_in_place_of_a_block_comes_after_what_splits_that(arena, cuda):
+@pytest.mark.parametrize("again", [[], [Show(2, 0, BLOCK, whole=True)]])
+def test_a_view_in_place_of_a_block_comes_after_what_splits_that(arena, cuda, again):
     """A slot's next sequence needs its memory at once, and the slot still shows a whole block that another one has been
-    given a granule of: the block is shown from a position on that lies before the view."""
+    given a granule of: the block is shown from a position on that lies before the view. again: it is joined, too.
+    """
     run_plan(arena, [Show(0, 0, BLOCK, whole=True)])
     cuda.gate = True
-    step(arena, ahead=[Show(3, 0, [9]), Show(1, 0, [5]), Show(0, 2, [8])])
+    step(arena, ahead=[Show(3, 0, [9]), Show(1, 0, [5]), *again, Show(0, 2, [8])])
     assert cuda.waiting.wait(SECONDS)
     step(arena, [Show(0, 0, [0, 1])], rows=[(0, 0, 3 * arena.spec.granule_tokens)])
     waiting = in_thread(arena.wait)
