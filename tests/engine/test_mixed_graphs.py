@@ -154,7 +154,7 @@ def test_padding_touches_no_memory_and_reads_nothing(tmp_path: Path, family):
         ready = [slot for slot in range(6) if captured.lengths[slot]]
         decodes = random.sample(ready, random.randint(0, min(3, len(ready)))) if step else []
         chunks = random.sample([slot for slot in range(6) if slot not in decodes], random.randint(1, 2))
-        lengths = [1] * len(decodes) + [random.choice((1, 2, 5, 17)) for _ in chunks]
+        lengths = [1] * len(decodes) + [random.choice((1, 2, 5, 17)) if step else 17 for _ in chunks]
         slots, starts = decodes + chunks, [captured.lengths[slot] for slot in decodes + chunks]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         rows = [tokens[s].ids[a:b].tolist() for s, a, b in zip(slots, starts, ends, strict=True)]
